@@ -1,0 +1,132 @@
+"""What makes a plan legal. Knows no solver and no torch: run after every search, every load and before every launch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+from planner.errors import InvalidPlan
+from planner.ir.graph import Graph
+from planner.ir.layout import Pair
+from planner.ir.plan import SCHEDULES, Estimate, Plan
+from planner.simulate import estimate_step
+
+ZERO_STAGES = (0, 3)
+OUTCOMES = ("best", "solved", "pruned", "infeasible", "open")
+TOLERANCE = 1e-9  # relative, between a stored figure and the same figure computed again
+
+
+def verify_plan(plan: Plan, graph: Graph | None = None) -> None:
+    """Raise InvalidPlan naming the first thing wrong with ``plan``; with ``graph``, also when it is for another graph."""
+    for check in (_structure, _layouts, _figures, _estimate, _proof):
+        for problem in check(plan):
+            raise InvalidPlan(
+                f"the plan for {plan.model} is not legal: {problem}. Undo the edit, or write it again with 'planner plan'."
+            )
+    if graph is not None:
+        _same_graph(plan, graph)
+
+
+def _structure(plan: Plan) -> Iterator[str]:
+    mesh, segments = plan.mesh, len(plan.segments)
+    if not segments:
+        yield "it has no segments"
+    if len(plan.stages) != mesh.pp:
+        yield f"it has {len(plan.stages)} stages, but its mesh {mesh} has {mesh.pp}"
+    expected = 0
+    for index, (first, end) in enumerate(plan.stages):
+        if first != expected:
+            yield f"stage {index} starts at segment {first} instead of {expected}; the stages must follow each other"
+        if end <= first:
+            yield f"stage {index} holds no segment ({first} to {end})"
+        expected = end
+    if expected != segments:
+        yield f"its stages end at segment {expected}, but it has {segments} segments"
+    if len(plan.recompute) != segments:
+        yield f"recompute has {len(plan.recompute)} entries for {segments} segments"
+    if plan.schedule not in SCHEDULES:
+        yield f"unknown schedule {plan.schedule!r}; the schedules are {', '.join(SCHEDULES)}"
+    if plan.micro_batches < 1 or plan.global_batch < 1:
+        yield f"{plan.micro_batches} micro-batches of a batch of {plan.global_batch}; both must be at least 1"
+    if plan.global_batch % (mesh.dp * plan.micro_batches):
+        yield (
+            f"a batch of {plan.global_batch} cannot be cut into {mesh.dp} data shards x {plan.micro_batches} micro-batches"
+        )
+    if plan.schedule == "1f1b" and mesh.pp > plan.micro_batches:
+        yield f"1f1b needs at least as many micro-batches as stages, not {plan.micro_batches} for {mesh.pp}"
+    if plan.zero not in ZERO_STAGES:
+        yield f"ZeRO stage {plan.zero}; it must be one of {', '.join(map(str, ZERO_STAGES))}"
+
+
+def _layouts(plan: Plan) -> Iterator[str]:
+    kinds = {segment.kind for segment in plan.segments}
+    for layout in plan.layouts:
+        if layout.kind not in kinds:
+            yield f"operator {layout.name} has a layout for segments of kind {layout.kind}, but no segment is of that kind"
+        for axis, strategy in (("dp", layout.dp), ("tp", layout.tp)):
+            degree = plan.mesh.degree(axis)
+            if degree > 1 and not strategy:
+                yield f"operator {layout.name} has no strategy on axis {axis}, of degree {degree}"
+        if layout.output:
+            try:
+                Pair.parse(layout.output)
+            except ValueError as error:
+                yield f"the output of operator {layout.name}: {error}"
+
+
+def _figures(plan: Plan) -> Iterator[str]:
+    """Every number of the estimate is finite and not negative."""
+    records: list[tuple[str, Any]] = [("estimate", plan.estimate)]
+    for index, stage in enumerate(plan.estimate.stages):
+        records += [(f"estimate of stage {index}", stage), (f"memory of stage {index}", stage.memory)]
+    for label, record in records:
+        for field in fields(record):
+            value = getattr(record, field.name)
+            if isinstance(value, int | float) and not 0 <= value < math.inf:
+                yield f"{label}: {field.name} is {value}"
+    if not 0 <= plan.bound_s < math.inf:
+        yield f"bound_s is {plan.bound_s}"
+
+
+def _estimate(plan: Plan) -> Iterator[str]:
+    stored = plan.estimate
+    if len(stored.stages) != plan.mesh.pp:
+        yield f"its estimate has {len(stored.stages)} stages, but its mesh {plan.mesh} has {plan.mesh.pp}"
+    again = estimate_step(stored.stages, plan.schedule, plan.micro_batches, stored.memory_limit_bytes)
+    for name in ("step_time_s", "compute_s", "exposed_communication_s", "bubble_s"):
+        ours, theirs = getattr(again, name), getattr(stored, name)
+        if abs(ours - theirs) > TOLERANCE * again.step_time_s:
+            yield f"its {name} is {theirs:.9g}, but its stages give {ours:.9g}"
+    if plan.strategy == "auto" and not stored.fits:
+        yield _overflow(stored)
+
+
+def _overflow(estimate: Estimate) -> str:
+    peaks = [stage.memory.total_bytes for stage in estimate.stages]
+    worst = max(range(len(peaks)), key=peaks.__getitem__)
+    return f"stage {worst} needs {peaks[worst]} bytes a device, the limit is {estimate.memory_limit_bytes}"
+
+
+def _proof(plan: Plan) -> Iterator[str]:
+    if plan.bound_s > plan.objective_s * (1 + TOLERANCE):
+        yield f"its bound of {plan.bound_s:.9g} s is above its objective of {plan.objective_s:.9g} s"
+    for searched in plan.searched:
+        if searched.outcome not in OUTCOMES:
+            yield f"configuration {searched.configuration} has the unknown outcome {searched.outcome!r}"
+
+
+def _same_graph(plan: Plan, graph: Graph) -> None:
+    if plan.graph_digest != graph.digest:
+        raise InvalidPlan(
+            f"the plan is for another model or another batch: it names graph {plan.graph_digest[:12]} "
+            f"({plan.model}, batch {plan.global_batch}), this one is {graph.digest[:12]} (batch {graph.batch_size}). "
+            "Give the model and the batch the plan was made for, or make a new plan with 'planner plan'."
+        )
+    last = max((node.segment for node in graph.nodes), default=0)
+    if last and last + 1 != len(plan.segments):
+        raise InvalidPlan(
+            f"the plan for {plan.model} has {len(plan.segments)} segments, this model {last + 1}. "
+            "Make a new plan with 'planner plan'."
+        )
