@@ -6,8 +6,8 @@ With p stages and m micro-batches, stage s runs
     1f1b    w = min(m, p - s) forwards to warm up, then   B0 Fw  B1 F(w+1) ..  and the remaining backwards
 
 so the activations held at most, ``in_flight``, are m micro-batches under gpipe and min(m, p - s) under 1f1b.
-Sources: ``ScheduleGPipe._step_microbatches`` and ``Schedule1F1B._step_microbatches`` of torch; GPipe (Huang et al. 2019);
-PipeDream-flush (Narayanan et al. 2021).
+Sources: ``ScheduleGPipe._step_microbatches`` and ``Schedule1F1B._step_microbatches`` of torch (which asks for m >= p
+under 1f1b); GPipe (Huang et al. 2019); PipeDream-flush (Narayanan et al. 2021).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from planner.ir.schedule import BACKWARD, FORWARD, Action, StageOrder
 
 @lru_cache(maxsize=256)
 def actions(schedule: str, stages: int, micro_batches: int) -> tuple[StageOrder, ...]:
-    """What each stage runs, in order; one tuple a stage. Raises ValueError for an unknown schedule or a size below 1."""
+    """What each stage runs, in order: one tuple a stage. Raises ValueError for unknown schedules and sizes below 1."""
     _check(schedule, stages, micro_batches)
     return tuple(_stage_order(schedule, stages, micro_batches, stage) for stage in range(stages))
 

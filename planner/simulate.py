@@ -1,12 +1,12 @@
 """The time of one training step: an event simulation of the action list the runtime runs, and its closed forms.
 
-A stage i is given as ``(F_i, B_i, t_i)``: seconds of one forward, of one backward, and of the transfer of one micro-batch
-between stages i and i+1 (each way). Stages run their actions one after the other, each as soon as it can:
+A stage i is given as ``(F_i, B_i, t_i)``: seconds of one forward, of one backward, and of the transfer of one
+micro-batch between stages i and i+1 (each way). A stage runs its actions one after the other, each as soon as it can:
 
     start(iFk) = max(own previous action ended,  end((i-1)Fk) + t_{i-1})
     start(iBk) = max(own previous action ended,  end((i+1)Bk) + t_i)          the last stage: right after its own iFk
 
-A transfer delays the receiver only: the sender goes on, and transfers don't queue on the link. ``simulate``, ``replay``.
+A transfer delays the receiver only: the sender goes on and transfers don't queue on the link. ``simulate``, ``replay``.
 
 An idle moment of a stage is *transfer wait* while the tensor it waits for is on its way, and *bubble* otherwise.
 
@@ -18,8 +18,8 @@ Closed forms, with m micro-batches:
 The bound: stage j can't start before its first input came through the stages above, works m times, and the last
 gradient it sends must go all the way back. 1f1b reaches it for equal stages without transfers.
 
-The objective of a plan, ``estimate_step``: a stage reduces its gradients (exposed part, G_i) and updates its weights (U_i)
-when its own last backward is over, so
+The objective of a plan, ``estimate_step``: when its own last backward is over, a stage reduces its gradients (G_i, the
+exposed part) and updates its weights (U_i), so
 
     step time = max over i of  end_i + G_i + U_i
 

@@ -27,7 +27,7 @@ MICRO_BATCHES = st.integers(1, 12)
 
 
 def longest_path(times: list[StageTimes], schedule: str, micro_batches: int) -> float:
-    """The makespan as the longest path of the precedence graph (weights on edges: work of the source, then transfer)."""
+    """The makespan as the longest path of the precedence graph (edges: work of the source, then transfer)."""
     graph = nx.DiGraph()
     work = {}
     for stage, order in enumerate(actions(schedule, len(times), micro_batches)):

@@ -15,16 +15,15 @@ from planner.simulate import estimate_step
 
 ZERO_STAGES = (0, 3)
 OUTCOMES = ("best", "solved", "pruned", "infeasible", "open")
+REMEDY = "Undo the edit, or write the plan again with 'planner plan'."
 TOLERANCE = 1e-9  # relative, between a stored figure and the same figure computed again
 
 
 def verify_plan(plan: Plan, graph: Graph | None = None) -> None:
-    """Raise InvalidPlan naming the first thing wrong with ``plan``; with ``graph``, also when it is for another graph."""
+    """Raise InvalidPlan naming the first thing wrong with ``plan``, or that ``graph`` is not the one it is for."""
     for check in (_structure, _layouts, _figures, _estimate, _proof):
         for problem in check(plan):
-            raise InvalidPlan(
-                f"the plan for {plan.model} is not legal: {problem}. Undo the edit, or write it again with 'planner plan'."
-            )
+            raise InvalidPlan(f"the plan for {plan.model} is not legal: {problem}. {REMEDY}")
     if graph is not None:
         _same_graph(plan, graph)
 
@@ -51,9 +50,8 @@ def _structure(plan: Plan) -> Iterator[str]:
     if plan.micro_batches < 1 or plan.global_batch < 1:
         yield f"{plan.micro_batches} micro-batches of a batch of {plan.global_batch}; both must be at least 1"
     if plan.global_batch % (mesh.dp * plan.micro_batches):
-        yield (
-            f"a batch of {plan.global_batch} cannot be cut into {mesh.dp} data shards x {plan.micro_batches} micro-batches"
-        )
+        parts = f"{mesh.dp} data shards x {plan.micro_batches} micro-batches"
+        yield f"a batch of {plan.global_batch} cannot be cut into {parts}"
     if plan.schedule == "1f1b" and mesh.pp > plan.micro_batches:
         yield f"1f1b needs at least as many micro-batches as stages, not {plan.micro_batches} for {mesh.pp}"
     if plan.zero not in ZERO_STAGES:
@@ -64,7 +62,7 @@ def _layouts(plan: Plan) -> Iterator[str]:
     kinds = {segment.kind for segment in plan.segments}
     for layout in plan.layouts:
         if layout.kind not in kinds:
-            yield f"operator {layout.name} has a layout for segments of kind {layout.kind}, but no segment is of that kind"
+            yield f"operator {layout.name} is laid out for segments of kind {layout.kind}, but there are none"
         for axis, strategy in (("dp", layout.dp), ("tp", layout.tp)):
             degree = plan.mesh.degree(axis)
             if degree > 1 and not strategy:
