@@ -1,0 +1,10 @@
+"""What things cost: hardware as data files, and plain functions for time, traffic and memory.
+
+    hardware      Device, Link, Cluster; presets and measured machines as TOML
+    operators     what a cost model has to know of an operator: name, arguments, element sizes, aliases
+    compute       floating-point operations and time of an operator, forward and backward
+    collectives   time of a collective over a group of ranks
+    memory        what autograd keeps for backward; weights, gradients and optimizer state of a device
+
+Imports neither torch, nor a solver, nor planner.
+"""
