@@ -57,7 +57,7 @@ def example_plan() -> Plan:
         estimate=estimate_step(stages, "1f1b", 4, 16 * GB),
         bound_s=0.150,
         searched=(
-            Searched("pp2.dp2.tp2", 0.150, "best", 0.184),
+            Searched("pp2.dp2.tp2", 0.150, "best", 0.181),
             Searched("dp8", 0.170, "infeasible", None, "stage 0 lacks 4.0 GB"),
             Searched("dp4.tp2", 0.160, "solved", 0.210),
             Searched("tp8", 0.400, "pruned"),

@@ -1,0 +1,17 @@
+"""What a person reads: a plan, a comparison of plans. Imports neither torch nor a solver."""
+
+from planner.report.comparison import ComparisonRow, comparison_figures, comparison_report
+from planner.report.figures import bindings, plan_figures, summary
+from planner.report.plan import plan_html, plan_report, plan_text
+
+__all__ = [
+    "ComparisonRow",
+    "bindings",
+    "comparison_figures",
+    "comparison_report",
+    "plan_figures",
+    "plan_html",
+    "plan_report",
+    "plan_text",
+    "summary",
+]

@@ -1,0 +1,135 @@
+"""Plans in words: meshes, strategies of operators, runs of modules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from planner.ir.mesh import Mesh
+from planner.ir.plan import OperatorLayout, Plan
+
+_WHOLE = {"R": "whole", "RP": "whole, partial gradient", "P": "partial sums"}
+_FEATURES = {"o": "output features", "i": "input features, summed", "c": "input features, summed"}
+_LETTERS = {
+    "linear": _FEATURES,
+    "addmm": _FEATURES,
+    "mm": _FEATURES,
+    "bmm": _FEATURES,
+    "matmul": _FEATURES,
+    "conv1d": _FEATURES,
+    "conv2d": _FEATURES,
+    "conv3d": _FEATURES,
+    "embedding": {"v": "vocabulary", "h": "features"},
+    "scaled_dot_product_attention": {"kv": "heads", "h": "heads", "q": "queries", "b1": "heads", "b2": "batch"},
+}
+
+
+def operator_name(op: str) -> str:
+    """``aten.layer_norm.default`` as ``layer_norm``."""
+    parts = op.split(".")
+    return parts[1] if len(parts) > 1 and parts[0] == "aten" else parts[0] if len(parts) == 1 else ".".join(parts[:2])
+
+
+def strategy_words(op: str, strategy: str, axis: str) -> str:
+    """What an operator's strategy on a mesh axis cuts: ``output features``, ``batch``, ``whole``, ``cut along d2``."""
+    if strategy in _WHOLE:
+        return _WHOLE[strategy]
+    letter, _, inner = strategy.partition("@")
+    name = operator_name(op)
+    word = _LETTERS.get(name, {}).get(letter)
+    if word is None and letter == "v" and "cross_entropy" in name:
+        word = "vocabulary"
+    if word is None and axis == "dp" and re.fullmatch(r"[bn]\d*", letter):
+        word = "batch"
+    word = word or f"cut along {letter}"
+    return f"{word}, in each of {inner} parts" if inner else word
+
+
+def mesh_words(mesh: Mesh) -> str:
+    if mesh.size == 1:
+        return "one device"
+    parts = []
+    if mesh.pp > 1:
+        parts.append(f"{mesh.pp} pipeline stages")
+    if mesh.dp > 1:
+        parts.append(f"{mesh.dp} shards of the batch")
+    if mesh.tp > 1:
+        parts.append(f"{mesh.tp}-way split operators")
+    return f"{mesh}: {' x '.join(parts)} = {mesh.size} devices"
+
+
+def schedule_words(plan: Plan) -> str:
+    if plan.micro_batches == 1:
+        return "one micro-batch" + (": the stages take turns" if plan.mesh.pp > 1 else "")
+    if plan.mesh.pp == 1:
+        return f"{plan.micro_batches} micro-batches one after the other, gradients summed"
+    order = {"gpipe": "all forwards, then all backwards", "1f1b": "one forward, one backward in turn"}
+    return f"{plan.schedule}: {order[plan.schedule]}"
+
+
+def zero_words(plan: Plan) -> str:
+    if plan.mesh.dp == 1:
+        return "not used (one shard of the batch)"
+    if plan.zero == 0:
+        return "0: every data shard holds all weights, gradients and optimizer state of its stage"
+    return f"{plan.zero}: weights, gradients and optimizer state are cut over the {plan.mesh.dp} data shards"
+
+
+def recompute_words(plan: Plan) -> str:
+    count, segments = sum(plan.recompute), len(plan.recompute)
+    if not count:
+        return "none: all activations are kept"
+    labels = collapse(segment.label for segment, on in zip(plan.segments, plan.recompute, strict=True) if on)
+    return f"{'all' if count == segments else f'{count} of {segments}'} segments: {labels}"
+
+
+def rank_words(mesh: Mesh, stage: int) -> str:
+    first = mesh.rank(pp=stage)
+    last = first + mesh.dp * mesh.tp - 1
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def collapse(labels: Iterable[str]) -> str:
+    """``layers.0, layers.1, layers.2, head`` as ``layers.0 … layers.2, head``: runs that count up in one number."""
+    runs: list[list[str]] = []
+    for label in labels:
+        if runs and _follows(runs[-1], label):
+            runs[-1].append(label)
+        else:
+            runs.append([label])
+    return ", ".join(run[0] if len(run) == 1 else _ends(run) for run in runs)
+
+
+def _ends(run: Sequence[str]) -> str:
+    return f"{run[0]}, {run[1]}" if len(run) == 2 else f"{run[0]} … {run[-1]}"
+
+
+def _follows(run: Sequence[str], label: str) -> bool:
+    place = _counts_up(run[-1], label)
+    return place is not None and (len(run) == 1 or place == _counts_up(run[0], run[1]))
+
+
+def _counts_up(before: str, after: str) -> int | None:
+    """Where ``after`` is ``before`` with one number raised by one: the index among its dotted parts."""
+    one, two = before.split("."), after.split(".")
+    changed = [i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b]
+    if len(one) != len(two) or len(changed) != 1:
+        return None
+    a, b = one[changed[0]], two[changed[0]]
+    return changed[0] if a.isdecimal() and b.isdecimal() and int(b) == int(a) + 1 else None
+
+
+def plural(count: int, one: str, many: str = "") -> str:
+    return f"{count} {one if count == 1 else many or one + 's'}"
+
+
+def counted(names: Sequence[str]) -> str:
+    """``mul, mul, add`` as ``mul x2, add`` (in order of first appearance)."""
+    return ", ".join(f"{name} x{n}" if (n := names.count(name)) > 1 else name for name in dict.fromkeys(names))
+
+
+def relative_module(layout: OperatorLayout, label: str) -> str:
+    """The module of an operator as seen from its segment."""
+    if label and layout.module == label:
+        return "."
+    return layout.module.removeprefix(f"{label}.") if label else layout.module
