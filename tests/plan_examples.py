@@ -96,7 +96,13 @@ def plans(draw: st.DrawFn) -> Plan:
     schedule = draw(st.sampled_from(["gpipe", "1f1b"]))
     seconds, size_bytes = st.floats(0, 100), st.integers(0, 10**12)
     memory = st.builds(MemoryEstimate, *[size_bytes] * 5)
-    stage = st.builds(StageEstimate, *[seconds] * 8, memory)
+    stage = st.builds(
+        lambda f, b, fc, bc, again, t, g, u, memory: StageEstimate(
+            f + fc, b + bc + again, fc, bc, again, t, g, u, memory
+        ),
+        *[seconds] * 8,
+        memory,
+    )
     stages = tuple(draw(st.lists(stage, min_size=mesh.pp, max_size=mesh.pp)))
     limit = max(stage.memory.total_bytes for stage in stages)
     estimate = estimate_step(stages, schedule, micro_batches, limit)

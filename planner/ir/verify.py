@@ -75,7 +75,7 @@ def _layouts(plan: Plan) -> Iterator[str]:
 
 
 def _figures(plan: Plan) -> Iterator[str]:
-    """Every number of the estimate is finite and not negative."""
+    """Every number of the estimate is finite and not negative, and no part is larger than its whole."""
     records: list[tuple[str, Any]] = [("estimate", plan.estimate)]
     for index, stage in enumerate(plan.estimate.stages):
         records += [(f"estimate of stage {index}", stage), (f"memory of stage {index}", stage.memory)]
@@ -84,6 +84,13 @@ def _figures(plan: Plan) -> Iterator[str]:
             value = getattr(record, field.name)
             if isinstance(value, int | float) and not 0 <= value < math.inf:
                 yield f"{label}: {field.name} is {value}"
+    for index, stage in enumerate(plan.estimate.stages):
+        for name, whole_s, part_s in (
+            ("forward", stage.forward_s, stage.forward_communication_s),
+            ("backward", stage.backward_s, stage.backward_communication_s + stage.recomputation_s),
+        ):
+            if part_s > whole_s * (1 + TOLERANCE):
+                yield f"estimate of stage {index}: the parts of its {name}, {part_s:.9g} s, exceed {whole_s:.9g} s"
     if not 0 <= plan.bound_s < math.inf:
         yield f"bound_s is {plan.bound_s}"
 

@@ -52,7 +52,8 @@ class Window:
         return self.start_s + self.cell_s * self.cells
 
     def cell(self, time_s: float) -> int:
-        return min(self.cells, max(0, round((time_s - self.start_s) / self.cell_s)))
+        position = (time_s - self.start_s) / self.cell_s
+        return round(min(float(self.cells), max(0.0, position)))
 
 
 def blocks(plan: Plan) -> tuple[tuple[Block, ...], ...]:
@@ -80,7 +81,7 @@ def windows(plan: Plan, width: int) -> tuple[Window, ...]:
     slowest = max(plan.estimate.stages, key=lambda stage: stage.forward_s + stage.backward_s)
     shorter = min(slowest.forward_s, slowest.backward_s) or max(slowest.forward_s, slowest.backward_s)
     cell = shorter / max(NARROWEST, len(str(plan.micro_batches - 1)))
-    if cell <= 0 or step / cell <= width:
+    if step <= cell * width or not cell:
         return (Window(0.0, step / width, width),)
     left = (width - 1) // 2
     right = width - 1 - left
