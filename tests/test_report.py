@@ -212,6 +212,7 @@ def test_words() -> None:
     assert strategy_words("aten.linear.default", "i", "tp") == "input features, summed"
     assert strategy_words("aten.mul.Tensor", "RP", "tp") == "whole, partial gradient"
     assert strategy_words("aten.mul.Tensor", "d0", "tp") == "cut along d0"
+    assert strategy_words("aten.view.default", "d0", "dp") == "batch"
 
 
 @pytest.mark.parametrize(

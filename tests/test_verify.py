@@ -86,15 +86,20 @@ def test_illegal_estimates(changes: dict[str, Any], told: str) -> None:
         verify_plan(replace(PLAN, estimate=replace(PLAN.estimate, **changes)))
 
 
-def test_a_stage_faster_than_stored_is_found() -> None:
+def test_stage_figures() -> None:
     first, second = PLAN.estimate.stages
-    faster = replace(PLAN.estimate, stages=(first, replace(second, forward_s=second.forward_s * (1 - 1e-7))))
-    with pytest.raises(InvalidPlan, match="its step_time_s is"):
-        verify_plan(replace(PLAN, estimate=faster))
-    with pytest.raises(InvalidPlan, match="estimate of stage 0: backward_s is inf"):
-        verify_plan(
-            replace(PLAN, estimate=replace(PLAN.estimate, stages=(replace(first, backward_s=float("inf")), second)))
-        )
+
+    def with_first(**changes: float) -> Plan:
+        return replace(PLAN, estimate=replace(PLAN.estimate, stages=(replace(first, **changes), second)))
+
+    for changes, told in (
+        ({"forward_s": first.forward_s * (1 - 1e-7)}, "its step_time_s is"),
+        ({"backward_s": float("inf")}, "estimate of stage 0: backward_s is inf"),
+        ({"forward_communication_s": 0.1}, r"estimate of stage 0: the parts of its forward, 0\.1 s, exceed 0\.01 s"),
+        ({"recomputation_s": 0.1}, r"estimate of stage 0: the parts of its backward, 0\.104 s, exceed 0\.02 s"),
+    ):
+        with pytest.raises(InvalidPlan, match=told):
+            verify_plan(with_first(**changes))
 
 
 def test_a_hand_picked_plan_may_overflow() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 
 from planner.ir.mesh import Mesh
@@ -34,13 +33,13 @@ def strategy_words(op: str, strategy: str, axis: str) -> str:
     """What an operator's strategy on a mesh axis cuts: ``output features``, ``batch``, ``whole``, ``cut along d2``."""
     if strategy in _WHOLE:
         return _WHOLE[strategy]
+    if axis == "dp":  # a batch axis: whatever the operator calls it, what is cut is the batch
+        return "batch"
     letter, _, inner = strategy.partition("@")
     name = operator_name(op)
     word = _LETTERS.get(name, {}).get(letter)
     if word is None and letter == "v" and "cross_entropy" in name:
         word = "vocabulary"
-    if word is None and axis == "dp" and re.fullmatch(r"[bn]\d*", letter):
-        word = "batch"
     word = word or f"cut along {letter}"
     return f"{word}, in each of {inner} parts" if inner else word
 
