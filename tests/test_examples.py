@@ -1,0 +1,53 @@
+"""The demo's text and model do what their docstrings say."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import torch
+
+from examples import gpt, text
+
+
+def test_text_reads_back_but_for_characters_outside_the_vocabulary() -> None:
+    assert text.decode(text.encode("for x in range(3):\n    print(x)")) == "for x in range(3):\n    print(x)"
+    assert text.decode(text.encode("caf\u00e9\t")) == "caf??"
+
+
+def test_the_two_parts_are_the_whole_text_in_order() -> None:
+    training, validation = text.load(0.25)
+    whole, nothing = text.load(0.0)
+    assert torch.equal(torch.cat([training, validation]), whole) and len(nothing) == 0
+    assert abs(len(validation) / len(whole) - 0.25) < 1e-4
+    assert 0 <= int(whole.min()) and int(whole.max()) < text.VOCABULARY
+
+
+def test_batches_follow_the_seed_and_targets_are_one_character_on() -> None:
+    tokens, _ = text.load()
+    first, again, other = (list(islice(text.batches(tokens, 4, 16, seed), 2)) for seed in (0, 0, 1))
+    assert all(torch.equal(x, y) for a, b in zip(first, again, strict=True) for x, y in zip(a, b, strict=True))
+    assert not torch.equal(first[0][0], other[0][0])
+    inputs, targets = first[0]
+    assert inputs.shape == targets.shape == (4, 16)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+
+
+def test_a_token_cannot_change_the_logits_before_it() -> None:
+    torch.manual_seed(0)
+    model = gpt.GPT(vocabulary=96, length=16, width=32, layers=2, heads=4)
+    tokens = torch.randint(96, (2, 16))
+    changed = tokens.clone()
+    changed[:, 10] = (changed[:, 10] + 1) % 96
+    before, after = model(tokens), model(changed)
+    assert before.shape == (2, 16, 96)
+    assert torch.equal(before[:, :10], after[:, :10])
+    assert not torch.allclose(before[:, 10:], after[:, 10:])
+
+
+def test_an_untrained_model_guesses_evenly() -> None:
+    torch.manual_seed(0)
+    model = gpt.GPT()
+    tokens, _ = text.load()
+    inputs, targets = next(text.batches(tokens, 8, 128, seed=0))
+    loss = gpt.loss_fn(model(inputs), targets)
+    torch.testing.assert_close(loss, torch.tensor(96.0).log(), rtol=0.05, atol=0)
