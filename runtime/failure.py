@@ -57,9 +57,11 @@ def end_of_process(exit_code: int) -> str:
     return f"was killed by {name}"
 
 
-def rank_failed(failures: Iterable[Failure], doing: str) -> RankFailed:
-    """The error to raise for ``failures`` (at least one); ``doing`` says what was asked of the ranks."""
+def rank_failed(failures: Iterable[Failure], doing: str, since_s: float = 0.0) -> RankFailed:
+    """The error to raise for ``failures`` (at least one); ``doing`` says what was asked of the ranks at ``since_s``."""
     first = min(failures, key=lambda failure: failure.order)
+    if first.time_s < since_s:
+        doing = f"between calls, before it was asked to work {doing}"
     who = "the helper process that runs the ranks" if first.rank is None else f"rank {first.rank}"
     lines = [
         f"{who} {first.summary} {doing}" if first.exit_code is not None else f"{who} failed {doing}: {first.summary}"

@@ -328,6 +328,7 @@ def main(control_fd: int, parent_pid: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _import_for_ranks()
     Helper(socket.socket(fileno=control_fd), parent_pid).run()
+    os._exit(0)  # torch's teardown takes time and has nothing to tear down
 
 
 def _import_for_ranks() -> None:

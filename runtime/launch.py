@@ -66,7 +66,8 @@ class LocalRanks:
 
         ``timeout_s``: of the start and of every collective. ``device``: 'cpu' (gloo), 'cuda' (nccl, one GPU a rank) or
         'auto': cuda where there are ``n`` GPUs. ``rank_class``: 'module:Class', made in each rank with ``rank``,
-        ``world_size``, ``device`` and ``arguments`` (data only); its REMOTE names the methods ``call`` may use.
+        ``world_size``, ``device``, ``timeout_s`` (for groups of its own) and ``arguments`` (data only); its REMOTE
+        names the methods ``call`` may use.
         Raises BadInput before any process starts, RankFailed when a rank ends or isn't ready in time.
         """
         device = _choose_device(n, device)
@@ -78,7 +79,7 @@ class LocalRanks:
             "arguments": dict(arguments or {}),
             "timeout_s": float(timeout_s),
             "environment": environment,
-            "threads": int(environment["OMP_NUM_THREADS"]),
+            "threads": _threads(environment["OMP_NUM_THREADS"]),
             "import_path": [os.path.abspath(entry) for entry in sys.path],
             "working_directory": os.getcwd(),
         }
@@ -151,10 +152,11 @@ class LocalRanks:
 
     def _exchange(self, payloads: Mapping[int, bytes], doing: str, deadline_s: float | None = None) -> dict[int, Any]:
         try:
+            since_s = time.monotonic()
             exchange = Exchange(self._session, payloads)
             exchange.run(deadline_s)
             if exchange.failures:
-                raise rank_failed(exchange.failures, doing)
+                raise rank_failed(exchange.failures, doing, since_s)
             if exchange.waiting:
                 raise BadInput(f"the ranks were closed {doing}")
         except BaseException as error:
@@ -176,6 +178,12 @@ def _choose_device(n: int, device: str) -> str:
     if device == "cuda" and available < n:
         raise BadInput(f"{n} GPUs were asked for and this machine has {available}; ask for fewer or use device='cpu'")
     return "cuda" if available >= n else "cpu"
+
+
+def _threads(setting: str) -> int:
+    """The outermost level of ``OMP_NUM_THREADS``, which may list several (``4,2``)."""
+    first = setting.partition(",")[0].strip()
+    return max(1, int(first)) if first.isdecimal() else 1
 
 
 def _environment(n: int, device: str) -> dict[str, str]:

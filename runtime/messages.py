@@ -3,9 +3,10 @@
     frame     8 bytes, big-endian length of the payload in bytes, then the payload
     payload   ``torch.save`` of a dict; read with ``torch.load(weights_only=True)``, so no foreign code is unpickled
 
-A message is a dict of None, bool, int, float, str, bytes, torch.dtype, torch.device, plain tensors, and lists, tuples,
-sets and dicts of these. Anything else (functions, modules, dataclasses, NumPy arrays, tensor subclasses) is refused
-with the place it stands at. Tensors travel by value: they arrive on the CPU, without gradient history.
+A message is a dict of None, bool, int (64 bits), float, str, torch.dtype, torch.device, plain tensors, and lists,
+tuples, sets and dicts of these. Anything else (functions, modules, dataclasses, NumPy arrays, tensor subclasses, bytes:
+send a uint8 tensor) is refused with the place it stands at. Tensors travel by value: they arrive on the CPU, without
+gradient history.
 """
 
 from __future__ import annotations
@@ -52,10 +53,14 @@ def _plain(value: Any, where: str) -> Any:
         return _plain_tensor(value, where)
     if isinstance(value, bool):
         return value
-    for kind in (int, float, bytes, str):
-        if isinstance(value, kind):
-            built_in: Any = kind
-            return built_in.__new__(built_in, value) if kind is not str else str.__str__(value)
+    if isinstance(value, int):
+        if value.bit_length() > 64:
+            raise BadInput(f"{where} is a whole number of {value.bit_length()} bits; at most 64 can be sent")
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, str):
+        return str.__str__(value)
     if isinstance(value, Mapping):
         return {_plain_key(key, where): _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
     if isinstance(value, tuple | list):

@@ -65,7 +65,8 @@ def _serve(channel: Channel, directory: str) -> None:
     _take_over_settings(hello)
     device = _join(hello, directory)
     rank_class = load_class(hello["rank_class"])
-    instance = rank_class(rank=hello["rank"], world_size=hello["world_size"], device=device, **hello["arguments"])
+    own = {name: hello[name] for name in ("rank", "world_size", "timeout_s")}
+    instance = rank_class(**own, device=device, **hello["arguments"])
     remote = frozenset(rank_class.REMOTE)
     channel.send({"result": {"remote": sorted(remote), "pid": os.getpid(), "directory": directory}})
     while True:

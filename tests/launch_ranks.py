@@ -16,7 +16,9 @@ import torch.distributed as dist
 class EchoRank:
     REMOTE = frozenset({"echo", "total", "facts", "fail_alone", "die", "hang", "say", "leave", "unsendable", "spawn"})
 
-    def __init__(self, rank: int, world_size: int, device: torch.device, start_with: float = 0.0) -> None:
+    def __init__(
+        self, rank: int, world_size: int, device: torch.device, timeout_s: float, start_with: float = 0.0
+    ) -> None:
         self.rank, self.world_size, self.device, self.start_with = rank, world_size, device, start_with
 
     def echo(self, **arguments: Any) -> Any:
@@ -81,3 +83,10 @@ class BrokenRank:
     def __init__(self, rank: int, **_: Any) -> None:
         if rank == 1:
             raise RuntimeError("rank 1 cannot be built")
+
+
+class SlowRank:
+    REMOTE: frozenset[str] = frozenset()
+
+    def __init__(self, **_: Any) -> None:
+        time.sleep(600.0)
