@@ -1,0 +1,33 @@
+"""Plans, proves and writes the fastest way to train a PyTorch model on N devices.
+
+    planner.auto_parallelize(model, gpus=8, example_inputs=(x,), loss_fn=loss_fn)   plan, and run, a model
+    planner.compare(model, gpus=8, ...)                                             against hand-picked strategies
+    planner.Plan.load("plan.json")                                                  a plan, without importing torch
+
+Names are imported when first used, so that reading a plan costs no import of torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from planner.api import auto_parallelize, compare
+    from planner.ir.plan import Plan
+
+__all__ = ["Plan", "auto_parallelize", "compare"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Plan":
+        return import_module("planner.ir.plan").Plan
+    if name in ("auto_parallelize", "compare", "estimate"):
+        api = import_module("planner.api")
+        if hasattr(api, name):
+            return getattr(api, name)
+    raise AttributeError(f"module 'planner' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
