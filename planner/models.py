@@ -143,11 +143,15 @@ def _load_file(path: Path) -> Any:
     if spec is None or spec.loader is None:
         raise BadInput(f"{path} cannot be read as a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)
+    known = sys.modules.setdefault(path.stem, module)  # classes of the file look their module up by name
     try:
         spec.loader.exec_module(module)
-    except (SyntaxError, ModuleNotFoundError) as error:
-        raise BadInput(f"{path} cannot be loaded: {error}") from None
+    except BaseException as error:
+        if known is module:
+            del sys.modules[path.stem]
+        if isinstance(error, SyntaxError | ModuleNotFoundError):
+            raise BadInput(f"{path} cannot be loaded: {error}") from None
+        raise
     return module
 
 
