@@ -52,7 +52,7 @@ def load_model(
     precision: str | None = None,
     device: str = "meta",
 ) -> LoadedModel:
-    """The model ``spec`` names. ``device``: where a model from a config is built; 'meta' takes no memory.
+    """The model ``spec`` names. ``device``: where a model from a config and its batch are; 'meta' takes no memory.
 
     Raises BadInput when there is no such module, file or callable, or when what it returns is not a model.
     """
@@ -183,9 +183,9 @@ def _from_config(
             model = architecture._from_config(config, dtype=dtype, attn_implementation="sdpa")
         except ValueError:  # this architecture has no such attention
             model = architecture._from_config(config, dtype=dtype, attn_implementation="eager")
-    batch = _example_batch(
-        path, architecture.__name__, config, global_batch or DEFAULT_CONFIG_BATCH, sequence_length, dtype
-    )
+    size = global_batch or DEFAULT_CONFIG_BATCH
+    batch = _example_batch(path, architecture.__name__, config, size, sequence_length, dtype)
+    batch = {name: value.to(device) for name, value in batch.items()}
     return LoadedModel(model, (), batch, None, data.get("_name_or_path") or _config_name(path))
 
 

@@ -58,6 +58,7 @@ def test_configs_build_without_memory(
     assert {str(parameter.device) for parameter in loaded.model.parameters()} == {"meta"}
     assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.bfloat16}
     assert {name: tuple(value.shape) for name, value in loaded.example_kwargs.items()} == shapes
+    assert {str(value.device) for value in loaded.example_kwargs.values()} == {"meta"}
     assert loaded.name == tmp_path.name
     assert torch.get_default_dtype() == torch.float32
 
@@ -77,7 +78,7 @@ def test_configs_build_for_real_and_return_a_loss(tmp_path: Path, config: dict[s
 def test_batch_sizes_and_repeatability(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     path = written(tmp_path, LLAMA)
-    one, two = (load_model(path, global_batch=3, sequence_length=8).example_kwargs for _ in range(2))
+    one, two = (load_model(path, 3, sequence_length=8, device="cpu").example_kwargs for _ in range(2))
     assert one["input_ids"].shape == (3, 8)
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert not torch.equal(one["input_ids"], one["labels"])
