@@ -1,0 +1,146 @@
+"""Cutting the batch: over the devices of ``dp`` and over the micro-batches of a step.
+
+Both are the same propagation. Inputs are cut on dim 0; going forward, an operator that reads a cut tensor runs the strategy
+that matches it without communication, else the one with the fewest collectives. Operators that do not depend on the batch
+run afterwards, in reverse: on the cut their consumers ask for, else whole with partial gradients (RP), so that a
+parameter's gradient is a partial sum everywhere and is reduced once, at the parameter.
+
+Micro-batches follow one another in time, so nothing can be exchanged between them except sums known before the loop:
+gradient-free counts (the number of tokens). Anything else couples the batch and is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from planner.errors import BadInput
+from planner.ir.graph import Graph, Node
+from planner.ir.layout import COMMUNICATING, REPLICATED, Pair, conversion, shard
+from planner.shard import Sharded, target_pair
+from planner.shard import shard as shard_graph
+from planner.sharding_rules import Strategy, rule_of, strategies
+from planner.sharding_rules.cuts import find_cuts
+
+MICRO = "micro"
+
+
+@dataclass(frozen=True)
+class BatchSplit:
+    """``graph``: one micro-batch on one dp rank. ``dp``: the strategy each operator runs on the dp axis.
+
+    ``loss_is_partial``: the loss is a share of the global one (sum over dp ranks and micro-batches).
+    """
+
+    graph: Graph
+    dp: Mapping[str, Strategy]
+    loss_is_partial_on_dp: bool
+    loss_is_partial_on_micro: bool
+
+
+def split_batch(graph: Graph, dp: int, micro_batches: int) -> BatchSplit:
+    """One dp rank's micro-batch of ``graph``.
+
+    Raises BadInput when the batch does not divide, or when micro-batches would have to communicate (the operator is named).
+    """
+    if graph.batch_size % (dp * micro_batches):
+        raise BadInput(
+            f"a batch of {graph.batch_size} cannot be cut into {dp} data-parallel shards of {micro_batches} micro-batches; "
+            f"the batch must be divisible by {dp * micro_batches}"
+        )
+    over_dp: Mapping[str, Strategy] = {}
+    dp_partial = micro_partial = False
+    if dp > 1:
+        over_dp = batch_strategies(graph, dp, time=False)
+        done = _shard(graph, "dp", dp, over_dp)
+        graph, dp_partial = done.graph, done.loss.value.kind == "P"
+    if micro_batches > 1:
+        if graph.writes:
+            buffer = graph.leaf_by_name[graph.writes[0][0]]
+            raise BadInput(
+                f"buffer {buffer.target!r} is written in every forward pass, so the batch cannot be cut into "
+                f"micro-batches without changing the result; use 1 micro-batch (mb=1), or a model without it "
+                "(for BatchNorm: GroupNorm or LayerNorm)"
+            )
+        over_time = batch_strategies(graph, micro_batches, time=True)
+        done = _shard(graph, MICRO, micro_batches, over_time)
+        _check_time(done.graph)
+        graph, micro_partial = done.graph, done.loss.value.kind == "P"
+    return BatchSplit(graph, over_dp, dp_partial, micro_partial)
+
+
+def _shard(graph: Graph, axis: str, k: int, chosen: Mapping[str, Strategy]) -> Sharded:
+    return shard_graph(graph, axis, k, chosen, {leaf.name: leaf_pair(graph, leaf.name) for leaf in graph.leaves})
+
+
+def leaf_pair(graph: Graph, name: str) -> Pair:
+    """How a leaf is stored on a batch axis: batched inputs cut, parameters whole with partial gradients."""
+    leaf = graph.leaf_by_name[name]
+    if leaf.kind == "input" and leaf.batched:
+        return shard(0).without_gradient()
+    return REPLICATED if leaf.value.differentiable else REPLICATED.without_gradient()
+
+
+def batch_strategies(graph: Graph, k: int, time: bool) -> dict[str, Strategy]:
+    """A strategy for each node on a batch axis of ``k``; ``time``: the axis is the sequence of micro-batches."""
+    cuts = find_cuts(graph)
+    options: dict[str, tuple[Strategy, ...]] = {}
+    pairs = {leaf.name: leaf_pair(graph, leaf.name) for leaf in graph.leaves if leaf.kind == "input" and leaf.batched}
+    chosen: dict[str, Strategy] = {}
+    for node in graph.nodes:
+        found = strategies(rule_of(node, graph.values), node, graph.values, k, cuts[node.name])
+        options[node.name] = tuple(s for s in found if not (time and s.local))
+        if any(name in pairs for name in node.operands):
+            best = min(options[node.name], key=lambda s, node=node: _collectives(node, s, pairs))  # type: ignore[misc]
+            chosen[node.name] = best
+            pairs.update((value.name, pair) for value, pair in zip(node.outputs, best.outputs, strict=True))
+    demands: dict[str, set[Pair]] = {}
+    for node in reversed(graph.nodes):
+        if node.name not in chosen:
+            chosen[node.name] = _demanded(node, options[node.name], demands)
+        for name, pair in zip(node.operands, chosen[node.name].operands, strict=True):
+            demands.setdefault(name, set()).add(pair)
+    return chosen
+
+
+def _collectives(node: Node, strategy: Strategy, pairs: Mapping[str, Pair]) -> tuple[int, int, int]:
+    """Collectives the operands need, operands converted at all, and whether the work is not cut."""
+    communicating = converted = 0
+    for name, target in zip(node.operands, strategy.operands, strict=True):
+        source = pairs.get(name)
+        if source is None:
+            continue
+        moves = conversion(source, target_pair(target, source.gradient is not None))
+        communicating += sum(move in COMMUNICATING for move in moves)
+        converted += source != target
+    return communicating + bool(strategy.local), converted, not strategy.letter
+
+
+def _demanded(node: Node, options: tuple[Strategy, ...], demands: Mapping[str, set[Pair]]) -> Strategy:
+    for strategy in options:
+        wanted = [demands.get(value.name, set()) for value in node.outputs]
+        if strategy.letter and all(not w or w == {pair} for w, pair in zip(wanted, strategy.outputs, strict=True)):
+            if any(wanted):
+                return strategy
+    by_name = {strategy.name: strategy for strategy in options}
+    return by_name.get("RP", by_name["R"])
+
+
+def _check_time(graph: Graph) -> None:
+    """Refuse what cannot be done between micro-batches, naming the operator."""
+    for node in graph.nodes:
+        if node.op != "convert" or node.args[1] != MICRO:
+            continue
+        source, target = (Pair.parse(text.strip()) for text in str(node.args[2]).split("->"))
+        forward, backward = conversion(source, target)
+        if forward == "all_reduce" and not node.output.differentiable:
+            continue
+        if forward in COMMUNICATING or backward in COMMUNICATING:
+            reader = next((n for n in graph.nodes if node.name in n.operands), node)
+            raise BadInput(
+                f"operator {reader.op} in {reader.module or 'the model'} couples the samples of a batch, so the batch "
+                "cannot be cut into micro-batches without changing the result; use 1 micro-batch (mb=1)"
+            )
+
+
+__all__ = ["MICRO", "BatchSplit", "batch_strategies", "leaf_pair", "split_batch"]

@@ -1,0 +1,337 @@
+"""Prices of a graph on a cluster: operators, conversions, segments.
+
+    node_cost(node, values, pricing)       seconds of one operator or conversion, forward and backward
+    conversion_cost(value, f, t, ...)      seconds of a conversion before it is a node
+    segment_costs(graph, pricing, ...)     SegmentCost of every link of the chain
+
+A graph is priced as it is lowered: local shapes, explicit conversions. So the price of a strategy inside the search and the
+price of the finished program come from the same lines.
+
+What overlaps (on a GPU; a CPU has no engine of its own for copies, there nothing does), for backward b of a segment:
+
+    gradient reduction g of ZeRO-0, once a step   exposed max(0, g - b); all of it for the first segment, the last to finish
+    ZeRO-3, every micro-batch                     exposed max(0, gather - forward) and max(0, gather + scatter - b)
+    conversions on tp                             all exposed: the next operator needs them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from costmodels.collectives import LOCAL_MOVES, collective_time_s
+from costmodels.compute import operator_time_s, optimizer_step_s
+from costmodels.hardware import Cluster
+from costmodels.memory import StateBytes, gathered_bytes, saved_for_backward_bytes, state_bytes
+from costmodels.operators import argument_hint, is_view
+from planner.batch import MICRO
+from planner.ir.graph import DTYPE_BYTES, Graph, Leaf, Node, Value
+from planner.ir.layout import Pair, conversion
+from planner.ir.mesh import Mesh
+from planner.segment_cost import SegmentCost
+from planner.segments import segment_nodes
+
+# Our operators, under the names the cost model knows.
+PRICED_AS: Mapping[str, str] = {
+    "attention_with_dropout": "aten.scaled_dot_product_attention.default",
+    "batch_norm": "aten.batch_norm.default",
+    "batch_norm_over": "aten.batch_norm.default",
+    "cross_entropy_sum": "aten.cross_entropy_loss.default",
+    "vocab_cross_entropy": "aten.cross_entropy_loss.default",
+    "vocab_embedding": "aten.embedding.default",
+    "dropout": "aten.dropout.default",
+}
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """What prices depend on besides the graph."""
+
+    cluster: Cluster
+    mesh: Mesh
+    optimizer: str = "adamw"
+    zero: int = 0
+    micro_batches: int = 1
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of one call; ``*_communication_s`` are part of ``forward_s`` and ``backward_s``."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    forward_communication_s: float = 0.0
+    backward_communication_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+FREE = Cost()
+
+
+def _tensor(value: Value) -> tuple[tuple[int, ...], str]:
+    return value.shape, value.dtype
+
+
+def node_cost(node: Node, values: Mapping[str, Value], pricing: Pricing) -> Cost:
+    """Seconds of ``node`` on one device, its tensors local."""
+    if node.op == "convert":
+        source, target = (Pair.parse(text.strip()) for text in str(node.args[2]).split("->"))
+        axis = str(node.args[1])
+        whole = whole_bytes(values[node.operands[0]], source, 1 if axis == MICRO else pricing.mesh.degree(axis))
+        return conversion_cost(whole, source, target, axis, pricing)
+    inputs = tuple(values[name] for name in node.operands)
+    op = PRICED_AS.get(node.op, node.op)
+    needs = tuple(value.differentiable and node.output.differentiable for value in inputs)
+    hint = argument_hint(op, node.args, node.kwargs)
+    time = operator_time_s(
+        op,
+        tuple(map(_tensor, inputs)),
+        tuple(map(_tensor, node.outputs)),
+        needs,
+        pricing.cluster.device,
+        hint,
+    )
+    inner = _inner_collectives(node, inputs, pricing)
+    return Cost(
+        time.forward_s + inner.forward_s,
+        time.backward_s + inner.backward_s,
+        inner.forward_s,
+        inner.backward_s,
+    )
+
+
+def _inner_collectives(node: Node, inputs: Sequence[Value], pricing: Pricing) -> Cost:
+    """Collectives inside operators that act over axes: statistics (2 c numbers each way), or max, sum and logit a token."""
+    axes = dict(node.kwargs).get("axes", ())
+    forward = backward = 0.0
+    for axis in axes:
+        degree, stride = pricing.mesh.degree(axis), pricing.mesh.stride(axis)
+        if node.op == "batch_norm_over":
+            size = 2 * inputs[0].shape[1] * DTYPE_BYTES[inputs[0].dtype]
+            one = collective_time_s("all_reduce", size, degree, stride, pricing.cluster)
+            forward, backward = forward + one, backward + one
+        elif node.op == "vocab_cross_entropy":
+            size = inputs[1].numel * DTYPE_BYTES[inputs[0].dtype]
+            forward += 3 * collective_time_s("all_reduce", size, degree, stride, pricing.cluster)
+    return Cost(forward, backward)
+
+
+def whole_bytes(local: Value, pair: Pair, k: int) -> int:
+    """Bytes of the tensor as a whole on the axis, given what one of ``k`` devices holds of it."""
+    return local.size_bytes * (k if pair.value.kind == "S" else 1)
+
+
+def conversion_cost(whole: int, source: Pair, target: Pair, axis: str, pricing: Pricing) -> Cost:
+    """Seconds of a conversion of a tensor of ``whole`` bytes on ``axis``; local moves are copies of one device's share.
+
+    Slicing out a micro-batch is a view and free.
+    """
+    if axis == MICRO:
+        return FREE
+    forward, backward = _conversion_s(
+        whole, source, target, pricing.mesh.degree(axis), pricing.mesh.stride(axis), pricing.cluster
+    )
+    return Cost(forward, backward, forward, backward) if forward or backward else FREE
+
+
+@lru_cache(maxsize=65536)
+def _conversion_s(
+    whole: int, source: Pair, target: Pair, degree: int, stride: int, cluster: Cluster
+) -> tuple[float, float]:
+    forward, backward = (_move_s(move, whole, degree, stride, cluster) for move in conversion(source, target))
+    return forward, backward
+
+
+def _move_s(move: str, whole: int, degree: int, stride: int, cluster: Cluster) -> float:
+    if move == "none":
+        return 0.0
+    if move in LOCAL_MOVES:
+        copied = whole // degree if move == "slice" else whole
+        device = cluster.device
+        return device.kernel_launch_s + 2 * copied / (device.memory_bytes_per_s * device.memory_efficiency)
+    return collective_time_s(move, whole, degree, stride, cluster)
+
+
+def graph_cost_s(graph: Graph, pricing: Pricing) -> float:
+    """Seconds of one forward and backward of all nodes of a lowered graph."""
+    return sum(node_cost(node, graph.values, pricing).total_s for node in graph.nodes)
+
+
+# --- segments ---------------------------------------------------------------------------------------------------------
+
+
+def segment_costs(graph: Graph, pricing: Pricing, partial_on_tp: frozenset[str] = frozenset()) -> tuple[SegmentCost, ...]:
+    """The cost of every segment of a lowered graph.
+
+    ``partial_on_tp``: parameters (leaf names) whose gradient is summed over tp once a step. Work shared by segments (masks,
+    positions) is priced with the first segment. A parameter used by several segments is held by each when there are
+    several stages, else by the first.
+    """
+    chain = segment_nodes(graph)
+    owners = parameter_owners(graph, pricing.mesh.pp > 1)
+    shared = [node for node in graph.nodes if node.segment < 0]
+    transfers = [_transfer_s(graph, number, pricing) for number in range(len(chain))]
+    costs = []
+    for number, nodes in enumerate(chain):
+        own = [graph.leaf_by_name[name] for name in owners.get(number, ())]
+        work = [*shared, *nodes] if number == 0 else list(nodes)
+        costs.append(_segment_cost(graph, number, work, own, pricing, partial_on_tp, transfers[number]))
+    return tuple(costs)
+
+
+def parameter_owners(graph: Graph, copies: bool) -> dict[int, tuple[str, ...]]:
+    """Segment -> the parameters it holds; with ``copies`` a shared parameter is held by every segment that uses it."""
+    parameters = {leaf.name for leaf in graph.leaves if leaf.kind == "parameter"}
+    taken: set[str] = set()
+    owners: dict[int, dict[str, None]] = {}
+    for node in graph.nodes:
+        for name in node.operands:
+            if name in parameters and (copies or name not in taken):
+                owners.setdefault(max(node.segment, 0), {})[name] = None
+                taken.add(name)
+    return {number: tuple(names) for number, names in owners.items()}
+
+
+def _segment_cost(
+    graph: Graph,
+    number: int,
+    nodes: Sequence[Node],
+    parameters: Sequence[Leaf],
+    pricing: Pricing,
+    partial_on_tp: frozenset[str],
+    transfer_s: float,
+) -> SegmentCost:
+    costs = [node_cost(node, graph.values, pricing) for node in nodes]
+    forward, backward = sum(c.forward_s for c in costs), sum(c.backward_s for c in costs)
+    forward_comm = sum(c.forward_communication_s for c in costs)
+    backward_comm = sum(c.backward_communication_s for c in costs)
+    mesh, cluster = pricing.mesh, pricing.cluster
+    trainable = [leaf for leaf in parameters if leaf.trainable]
+    frozen_bytes = sum(leaf.value.size_bytes for leaf in parameters if not leaf.trainable)
+    trainable_bytes = sum(leaf.value.size_bytes for leaf in trainable)
+    tied = [leaf for leaf in trainable if _is_shared(graph, leaf.name)]
+    # A parameter shared by segments is not sharded by ZeRO-3: it has no single owner to gather it.
+    held_whole = [leaf for leaf in trainable if pricing.zero != 3 or leaf in tied]
+    held_cut = [leaf for leaf in trainable if leaf not in held_whole]
+    whole_bytes_held = sum(leaf.value.size_bytes for leaf in held_whole)
+    cut_bytes = trainable_bytes - whole_bytes_held
+    held = [_states(leaf, pricing, 0) for leaf in held_whole] + [_states(leaf, pricing, 3) for leaf in held_cut]
+    overlaps = cluster.device.kind != "cpu"
+    sync = 0.0
+    temporary = _largest_bytes(graph, nodes)
+    if mesh.dp > 1:
+        reduce_s = collective_time_s("all_reduce", whole_bytes_held, mesh.dp, mesh.stride("dp"), cluster)
+        if whole_bytes_held:
+            sync += reduce_s if number == 0 or not overlaps else max(0.0, reduce_s - backward)
+        if cut_bytes and pricing.zero == 3:
+            gather = collective_time_s("all_gather", cut_bytes, mesh.dp, mesh.stride("dp"), cluster)
+            scatter = collective_time_s("reduce_scatter", cut_bytes, mesh.dp, mesh.stride("dp"), cluster)
+            ahead = max(0.0, gather - forward) if overlaps else gather
+            behind = max(0.0, gather + scatter - backward) if overlaps else gather + scatter
+            forward, forward_comm = forward + ahead, forward_comm + ahead
+            backward, backward_comm = backward + behind, backward_comm + behind
+            temporary += gathered_bytes([cut_bytes, cut_bytes])
+    partial_bytes = sum(leaf.value.size_bytes for leaf in trainable if leaf.name in partial_on_tp)
+    if partial_bytes and mesh.tp > 1:
+        sync += collective_time_s("all_reduce", partial_bytes, mesh.tp, mesh.stride("tp"), cluster)
+    if mesh.pp > 1 and tied:
+        tied_bytes = sum(leaf.value.size_bytes for leaf in tied)
+        sync += collective_time_s("all_reduce", tied_bytes, 2, mesh.stride("pp"), cluster)
+    stepped = sum(h.weights_bytes for h in held)
+    activations, kept_shared = _activations_bytes(graph, nodes, pricing)
+    return SegmentCost(
+        forward_s=forward,
+        backward_s=backward,
+        forward_communication_s=forward_comm,
+        backward_communication_s=backward_comm,
+        activations_bytes=activations,
+        input_bytes=_input_bytes(graph, number, nodes),
+        weights_bytes=stepped + frozen_bytes,
+        gradients_bytes=sum(h.gradients_bytes for h in held),
+        optimizer_bytes=sum(h.optimizer_bytes for h in held),
+        temporary_bytes=temporary + kept_shared,
+        gradient_sync_per_step_s=sync,
+        optimizer_per_step_s=optimizer_step_s(stepped, pricing.optimizer, cluster.device),
+        transfer_s=transfer_s,
+    )
+
+
+def _states(leaf: Leaf, pricing: Pricing, zero: int) -> StateBytes:
+    return state_bytes(leaf.value.size_bytes, leaf.value.dtype, pricing.optimizer, zero, pricing.mesh.dp)
+
+
+def _is_shared(graph: Graph, name: str) -> bool:
+    return len({node.segment for node in graph.consumers[name]}) > 1
+
+
+def _transfer_s(graph: Graph, number: int, pricing: Pricing) -> float:
+    """Sending what crosses the cut behind segment ``number`` to the next stage, one way."""
+    if pricing.mesh.pp == 1:
+        return 0.0
+    size = sum(value.size_bytes for value in crossing(graph, number))
+    return collective_time_s("send", size, pricing.mesh.pp, pricing.mesh.stride("pp"), pricing.cluster)
+
+
+def crossing(graph: Graph, number: int) -> tuple[Value, ...]:
+    """The main tensors made in segments up to ``number`` and read behind it."""
+    return tuple(
+        value
+        for node in graph.nodes
+        if 0 <= node.segment <= number
+        for value in node.outputs
+        if any(reader.segment > number for reader in graph.consumers[value.name])
+    )
+
+
+def _input_bytes(graph: Graph, number: int, nodes: Sequence[Node]) -> int:
+    read = dict.fromkeys(name for node in nodes for name in node.operands)
+    producers = graph.producers
+    return sum(
+        graph.values[name].size_bytes for name in read if name in producers and 0 <= producers[name].segment < number
+    )
+
+
+def _largest_bytes(graph: Graph, nodes: Iterable[Node]) -> int:
+    """The most one operator reads and makes, twice: a tensor and its gradient are alive at once in backward."""
+    values = graph.values
+    leaves = graph.leaf_by_name
+    sizes = (
+        sum(values[n].size_bytes for n in set(node.operands) if n not in leaves) + sum(v.size_bytes for v in node.outputs)
+        for node in nodes
+    )
+    return 2 * max(sizes, default=0)
+
+
+def _activations_bytes(graph: Graph, nodes: Sequence[Node], pricing: Pricing) -> tuple[int, int]:
+    """Bytes autograd keeps of one micro-batch, each storage once: (of the segment itself, of shared tensors)."""
+    values, leaves = graph.values, graph.leaf_by_name
+    root: dict[str, str] = {}
+    kept: dict[str, int] = {}
+    extra = 0
+    shared_names = {value.name for node in graph.nodes if node.segment < 0 for value in node.outputs}
+    for node in nodes:
+        inputs = tuple(values[name] for name in node.operands)
+        op = PRICED_AS.get(node.op, node.op)
+        tensors, results = tuple(map(_tensor, inputs)), tuple(map(_tensor, node.outputs))
+        hint = argument_hint(op, node.args, node.kwargs)
+        if node.op != "convert" and inputs and is_view(op, tensors, results, hint):
+            first = root.get(inputs[0].name, inputs[0].name)
+            root.update((value.name, first) for value in node.outputs)
+            continue
+        needs = tuple(value.differentiable for value in inputs)
+        if node.op == "convert" or not node.output.differentiable:
+            continue
+        for what, which in saved_for_backward_bytes(op, tensors, results, needs, hint, pricing.cluster.device.kind):
+            if what == "extra":
+                extra += which
+                continue
+            value = inputs[which] if what == "input" else node.outputs[which]
+            name = root.get(value.name, value.name)
+            if name not in leaves:
+                kept[name] = values[name].size_bytes
+    own = sum(size for name, size in kept.items() if name not in shared_names)
+    return own + extra, sum(size for name, size in kept.items() if name in shared_names)

@@ -1,0 +1,107 @@
+"""From a plan's table of strategies to a strategy for every operator of a graph, and back.
+
+A plan names an operator once for all equal segments. ``record`` writes that table, ``recall`` reads it against a graph and
+refuses what does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+from planner.errors import InvalidPlan
+from planner.ir.graph import Graph
+from planner.ir.layout import Pair
+from planner.ir.plan import OperatorLayout
+from planner.segments import node_classes, segment_kinds
+from planner.sharding_rules import Strategy, rule_of, strategies
+from planner.sharding_rules.cuts import find_cuts
+
+LEAF = "leaf"
+
+
+def leaf_classes(graph: Graph) -> dict[str, Hashable]:
+    """Leaf name -> what it is known by: the classes of its readers and the operand it is; equal segments share it."""
+    classes = node_classes(graph)
+    found: dict[str, Hashable] = {}
+    for leaf in graph.leaves:
+        readers = graph.consumers[leaf.name]
+        if leaf.kind in ("input", "constant") or not readers:
+            found[leaf.name] = (LEAF, leaf.name)
+        else:
+            found[leaf.name] = (LEAF, tuple(sorted({(classes[n.name], n.operands.index(leaf.name)) for n in readers})))
+    return found
+
+
+def record(
+    graph: Graph,
+    over_dp: Mapping[str, Strategy],
+    over_tp: Mapping[str, Strategy],
+    leaves: Mapping[str, Pair],
+    dp: int,
+    tp: int,
+) -> tuple[OperatorLayout, ...]:
+    """The table of a plan: each class of operators and of weights once, in the order of the graph."""
+    classes, kinds = node_classes(graph), segment_kinds(graph)
+    rows: dict[Hashable, OperatorLayout] = {}
+    for node in graph.nodes:
+        key = classes[node.name]
+        if key in rows:
+            continue
+        on_dp, on_tp = over_dp.get(node.name), over_tp[node.name]
+        kind = kinds[node.segment] if node.segment >= 0 else -1
+        rows[key] = OperatorLayout(
+            node.name,
+            node.op,
+            node.module,
+            kind,
+            on_dp.name if on_dp is not None and dp > 1 else "",
+            on_tp.name if tp > 1 else "",
+            str(on_tp.outputs[0]) if tp > 1 else "",
+        )
+    by_leaf = leaf_classes(graph)
+    for leaf in graph.leaves:
+        key = by_leaf[leaf.name]
+        if leaf.kind in ("parameter", "buffer") and key not in rows and tp > 1:
+            text = str(leaves[leaf.name])
+            rows[key] = OperatorLayout(leaf.name, leaf.kind, leaf.target, -1, "", text, text)
+    return tuple(rows.values())
+
+
+def recall(graph: Graph, layouts: tuple[OperatorLayout, ...], tp: int) -> tuple[dict[str, Strategy], dict[str, Pair]]:
+    """Strategies on the tp axis by node name, and the pairs of leaves by leaf name. Raises InvalidPlan."""
+    classes, values = node_classes(graph), graph.values
+    by_name = {row.name: row for row in layouts}
+    names: dict[Hashable, str] = {}
+    for node in graph.nodes:
+        if node.name in by_name:
+            names.setdefault(classes[node.name], by_name[node.name].tp)
+    cuts = find_cuts(graph)
+    chosen: dict[str, Strategy] = {}
+    for node in graph.nodes:
+        name = names.get(classes[node.name]) if tp > 1 else "R"
+        options = strategies(rule_of(node, values), node, values, tp if tp > 1 else 2**62, cuts[node.name])
+        match = [s for s in options if s.name == name]
+        if not match:
+            raise InvalidPlan(
+                f"the plan gives operator {node.name} ({node.op}) the strategy {name!r}; on {tp} devices it has "
+                f"{', '.join(s.name for s in options)}. Make the plan again with 'planner plan'."
+            )
+        chosen[node.name] = match[0]
+    by_leaf = leaf_classes(graph)
+    pairs: dict[Hashable, Pair] = {}
+    for leaf in graph.leaves:
+        if leaf.name in by_name and by_name[leaf.name].op == leaf.kind:
+            pairs.setdefault(by_leaf[leaf.name], _pair(by_name[leaf.name]))
+    whole = Pair.parse("R:R")
+    stored = {
+        leaf.name: pairs.get(by_leaf[leaf.name], whole if leaf.value.differentiable else whole.without_gradient())
+        for leaf in graph.leaves
+    }
+    return chosen, stored
+
+
+def _pair(row: OperatorLayout) -> Pair:
+    try:
+        return Pair.parse(row.tp)
+    except ValueError as error:
+        raise InvalidPlan(f"layout of {row.name}: {error}. Make the plan again with 'planner plan'.") from None

@@ -1,0 +1,268 @@
+"""Which nodes, inputs, weights and counts belong to which stage, and the stage's source.
+
+    lower(graph, plan)      split the batch, recall the strategies, split over tp, then one StageProgram a stage
+
+Between stages tensors travel whole on tp (R:R). Values made from inputs alone are made again in every stage that reads
+them. Sums over micro-batches (token counts) are made by ``Stage.prologue`` before the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from planner.batch import MICRO, split_batch
+from planner.costing import crossing
+from planner.errors import InvalidPlan
+from planner.ir.graph import Graph, Leaf, Node
+from planner.ir.layout import REPLICATED, WHOLE, Pair
+from planner.ir.plan import Plan
+from planner.ir.program import InputSpec, Program, StageProgram, StateSpec, TensorSpec
+from planner.lower.layouts import recall
+from planner.lower.text import SegmentText, StageText, stage_source
+from planner.segments import cut_into_segments, segment_label, segment_nodes
+from planner.shard import shard
+
+
+def lower(graph: Graph, plan: Plan) -> Program:
+    """The program of ``plan`` for ``graph`` (as traced, whole).
+
+    Raises InvalidPlan when the plan is for another graph or names a strategy an operator does not have.
+    """
+    if graph.digest != plan.graph_digest:
+        raise InvalidPlan(
+            "the plan is for another model, batch shape or loss than this one (their graphs differ). "
+            "Make a plan for this model with 'planner plan'."
+        )
+    mesh = plan.mesh
+    split = split_batch(cut_into_segments(graph), mesh.dp, plan.micro_batches)
+    chosen, leaves = recall(split.graph, plan.layouts, mesh.tp)
+    sharded = shard(split.graph, "tp", mesh.tp, chosen, leaves)
+    lowering = _Lowering(graph, sharded.graph, sharded.pairs, leaves, plan)
+    return Program(
+        mesh=mesh,
+        micro_batches=plan.micro_batches,
+        schedule=plan.schedule,
+        zero=plan.zero,
+        inputs=tuple(
+            InputSpec(leaf.name, leaf.target, leaf.value.shape, leaf.value.dtype, leaf.batched)
+            for leaf in graph.leaves_of("input")
+        ),
+        stages=tuple(lowering.stage(i) for i in range(mesh.pp)),
+        loss_is_partial_on_dp=split.loss_is_partial_on_dp,
+        loss_is_partial_on_tp=sharded.loss.value.kind == "P" and mesh.tp > 1,
+        seed=plan.seed,
+    )
+
+
+@dataclass(frozen=True)
+class _Crossing:
+    """A tensor that leaves a segment or stage: its name in the graph and its pair on tp where it was made."""
+
+    name: str
+    pair: Pair
+
+
+class _Lowering:
+    def __init__(
+        self, whole: Graph, local: Graph, pairs: dict[str, Pair], leaves: dict[str, Pair], plan: Plan
+    ) -> None:
+        self.whole, self.local, self.plan = whole, local, plan
+        self.pairs, self.leaves = pairs, leaves
+        self.chain = segment_nodes(local)
+        self.shared = [node for node in local.nodes if node.segment < 0]
+        self.count_nodes = {
+            node.name: node for node in local.nodes if node.op == "convert" and node.args[1] == MICRO and _is_sum(node)
+        }
+        self.stages_of = self._stages_of_states()
+
+    def stage(self, index: int) -> StageProgram:
+        first, end = self.plan.stages[index]
+        last = index == self.plan.mesh.pp - 1
+        receives = self._cut(first - 1) if first else ()
+        sends = self._cut(end - 1) if not last else ()
+        segments = [node for nodes in self.chain[first:end] for node in nodes]
+        wanted = {name for node in segments for name in node.operands} | {c.name for c in sends}
+        wanted |= {value for _, value in self.local.writes if self._stage_of_value(value) == index}
+        if last:
+            wanted.add(self.local.loss)
+        preamble = [node for node in _needed(self.shared, wanted, stop=self.count_nodes) if node.name not in self.count_nodes]
+        counts = self._counts([*preamble, *segments], wanted)
+        prologue = _needed(self.shared, {name for node in counts for name in node.operands}, stop={})
+        states, attributes = self._states(index, preamble, prologue)
+        text = StageText(
+            index=index,
+            count=self.plan.mesh.pp,
+            first=first,
+            configuration=self.plan.configuration,
+            preamble=tuple(preamble),
+            prologue=tuple(prologue),
+            counts=tuple(counts),
+            segments=tuple(self._segment(i, attributes) for i in range(first, end)),
+            receives=tuple((c.name, _back(c.pair)) for c in receives),
+            sends=tuple((c.name, _out(c.pair)) for c in sends),
+            loss=self.local.loss if last else "",
+            writes=tuple((b, v) for b, v in self.local.writes if self._stage_of_value(v) == index),
+            attributes={name: attribute for (owner, name), attribute in attributes.items() if owner is None},
+            graph=self.local,
+            micro_batches=self.plan.micro_batches,
+        )
+        source, classes = stage_source(text)
+        used = {name for node in (*preamble, *segments) for name in node.operands}
+        inputs = [leaf.name for leaf in self.local.leaves_of("input") if leaf.name in used]
+        if "rng" in source.split("class Stage(StageModule)")[1]:
+            inputs.append("rng")
+        return StageProgram(
+            index=index,
+            source=source,
+            segments=classes,
+            states=states,
+            receives=tuple(self._spec(c) for c in receives),
+            sends=tuple(self._spec(c) for c in sends) if not last else (self._spec(_Crossing(self.local.loss, WHOLE)),),
+            inputs=tuple(inputs),
+            prologue_inputs=tuple(
+                leaf.name for leaf in self.local.leaves_of("input") if any(leaf.name in n.operands for n in (*prologue, *counts))
+            ),
+            counts=tuple(TensorSpec(n.name, n.output.shape, n.output.dtype, False) for n in counts),
+        )
+
+    # --- tensors between stages ---------------------------------------------------------------------------------------
+
+    def _cut(self, number: int) -> tuple[_Crossing, ...]:
+        found = []
+        for value in crossing(self.local, number):
+            if value.name not in self.pairs:
+                raise InvalidPlan(f"tensor {value.name} cannot travel between stages; cut the model elsewhere")
+            found.append(_Crossing(value.name, self.pairs[value.name]))
+        return tuple(found)
+
+    def _spec(self, crossing_: _Crossing) -> TensorSpec:
+        value = self.local.values[crossing_.name]
+        shape = list(value.shape)
+        placement = crossing_.pair.value
+        if placement.kind == "S":
+            shape[placement.dim] *= self.plan.mesh.tp
+        return TensorSpec(value.name, tuple(shape), value.dtype, value.differentiable)
+
+    def _stage_of_value(self, name: str) -> int:
+        segment = max(self.local.producers[name].segment, 0)
+        return next(i for i, (first, end) in enumerate(self.plan.stages) if first <= segment < end)
+
+    def _counts(self, nodes: Iterable[Node], wanted: set[str]) -> list[Node]:
+        used = {name for node in nodes for name in node.operands} | wanted
+        return [node for name, node in self.count_nodes.items() if name in used]
+
+    # --- segments and their weights -----------------------------------------------------------------------------------
+
+    def _segment(self, number: int, attributes: dict[tuple[int | None, str], str]) -> SegmentText:
+        nodes = self.chain[number]
+        own = {value.name for node in nodes for value in node.outputs}
+        read = dict.fromkeys(name for node in nodes for name in node.operands if name not in own)
+        owned = {leaf for leaf in read if (number, leaf) in attributes}
+        leaving = {value for _, value in self.local.writes} | {self.local.loss}
+        returns = [
+            value.name
+            for node in nodes
+            for value in node.outputs
+            if value.name in leaving or any(user.segment != number for user in self.local.consumers[value.name])
+        ]
+        return SegmentText(
+            number=number,
+            label=segment_label(self.local, nodes),
+            nodes=nodes,
+            reads=tuple(name for name in read if name not in owned),
+            returns=tuple(returns),
+            attributes={name: attributes[number, name] for name in owned},
+            recompute=self.plan.recompute[number],
+        )
+
+    def _stages_of_states(self) -> dict[str, tuple[int, ...]]:
+        """Parameter or buffer -> the stages that hold it."""
+        found: dict[str, set[int]] = {}
+        states = {leaf.name for leaf in self.local.leaves if leaf.kind != "input"}
+        for index, (first, end) in enumerate(self.plan.stages):
+            segments = [node for nodes in self.chain[first:end] for node in nodes]
+            wanted = {name for node in segments for name in node.operands}
+            for node in (*segments, *_needed(self.shared, wanted, stop={})):
+                for name in set(node.operands) & states:
+                    found.setdefault(name, set()).add(index)
+        for buffer, value in self.local.writes:
+            found.setdefault(buffer, set()).add(self._stage_of_value(value))
+        return {name: tuple(sorted(stages)) for name, stages in found.items()}
+
+    def _states(
+        self, index: int, preamble: list[Node], prologue: list[Node]
+    ) -> tuple[tuple[StateSpec, ...], dict[tuple[int | None, str], str]]:
+        """The stage's tensors, and the attribute each has: (segment number or None for the stage, leaf) -> name."""
+        first, end = self.plan.stages[index]
+        written = {buffer for buffer, value in self.local.writes if self._stage_of_value(value) == index}
+        specs, attributes = [], {}
+        for leaf in self.whole.leaves:
+            if leaf.kind == "input" or index not in self.stages_of.get(leaf.name, ()):
+                continue
+            users = [n for n in range(first, end) if any(leaf.name in node.operands for node in self.chain[n])]
+            on_stage = leaf.name in written or any(leaf.name in n.operands for n in (*preamble, *prologue))
+            for number in users:
+                label = segment_label(self.local, self.chain[number])
+                attributes[number, leaf.name] = _attribute(leaf, label)
+            if on_stage:
+                attributes[None, leaf.name] = _attribute(leaf, "")
+            owner = users[0] - first if len(users) == 1 and (leaf.kind == "parameter" or not on_stage) else None
+            names = [(number - first, attributes[number, leaf.name]) for number in users]
+            if on_stage:
+                names.append((None, attributes[None, leaf.name]))
+            specs.append(self._state(leaf, owner, tuple(names)))
+        return tuple(specs), attributes
+
+    def _state(self, leaf: Leaf, owner: int | None, names: tuple[tuple[int | None, str], ...]) -> StateSpec:
+        pair = self.leaves[leaf.name]
+        return StateSpec(
+            target=leaf.target,
+            shape=leaf.value.shape,
+            dtype=leaf.value.dtype,
+            trainable=leaf.trainable,
+            is_buffer=leaf.kind != "parameter",
+            placement=pair.value,
+            segment=owner,
+            attributes=names,
+            sum_over_tp=leaf.trainable and pair == REPLICATED and self.plan.mesh.tp > 1,
+            tied_stages=self.stages_of[leaf.name],
+            aliases=leaf.aliases,
+        )
+
+
+def _is_sum(node: Node) -> bool:
+    source, target = (Pair.parse(text.strip()) for text in str(node.args[2]).split("->"))
+    return source.value.kind == "P" and target.value.kind == "R"
+
+
+def _out(pair: Pair) -> str:
+    """The conversion a tensor needs before it is sent: to whole on tp. '' when it is whole."""
+    whole = WHOLE if pair.gradient is not None else WHOLE.without_gradient()
+    return "" if pair == whole else f"{pair} -> {whole}"
+
+
+def _back(pair: Pair) -> str:
+    whole = WHOLE if pair.gradient is not None else WHOLE.without_gradient()
+    return "" if pair == whole else f"{whole} -> {pair}"
+
+
+def _attribute(leaf: Leaf, label: str) -> str:
+    """'model.layers.0.self_attn.q_proj.weight' in segment 'model.layers.0' -> 'self_attn_q_proj_weight'."""
+    target = leaf.target
+    if label and target.startswith(label + "."):
+        target = target[len(label) + 1 :]
+    name = "".join(c if c.isalnum() else "_" for c in target)
+    return f"w_{name}" if name[0].isdigit() else name
+
+
+def _needed(nodes: Iterable[Node], wanted: set[str], stop: Iterable[str]) -> list[Node]:
+    """Those of ``nodes`` that make a wanted tensor, in order; what makes the operands of a node in ``stop`` is not."""
+    needed, stopping = set(wanted), set(stop)
+    found = []
+    for node in reversed(list(nodes)):
+        if any(value.name in needed for value in node.outputs):
+            found.append(node)
+            if node.name not in stopping:
+                needed.update(node.operands)
+    return found[::-1]

@@ -1,0 +1,79 @@
+"""What one segment of the chain costs on one device, and what a stage made of segments costs.
+
+    SegmentCost                          priced from the lowered graph by planner.costing
+    stage_estimate(segments, recompute)  their sum; recomputing a segment adds its forward to its backward and keeps only
+                                         its input instead of its saved activations
+
+Memory of a stage holding f micro-batches in flight, over its segments s:
+
+    sum_s states_s  +  f * sum_s kept_s  +  max_s temporary_s (+ the activations of the largest recomputed segment)
+
+    kept_s = input_bytes_s if recomputed else activations_bytes_s
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.ir.plan import MemoryEstimate, StageEstimate
+
+
+@dataclass(frozen=True)
+class SegmentCost:
+    """Times of one micro-batch in seconds, bytes on one device.
+
+    ``forward_s`` and ``backward_s`` include communication (``*_communication_s``, and under ZeRO-3 the gathering of
+    weights as far as it is exposed). ``activations_bytes``: kept for the backward of one micro-batch; ``input_bytes``: what is
+    kept instead when the segment is recomputed. ``transfer_s``: sending its output to a next stage, one way.
+    ``*_per_step_s`` are paid once a step.
+    """
+
+    forward_s: float
+    backward_s: float
+    forward_communication_s: float = 0.0
+    backward_communication_s: float = 0.0
+    activations_bytes: int = 0
+    input_bytes: int = 0
+    weights_bytes: int = 0
+    gradients_bytes: int = 0
+    optimizer_bytes: int = 0
+    temporary_bytes: int = 0
+    gradient_sync_per_step_s: float = 0.0
+    optimizer_per_step_s: float = 0.0
+    transfer_s: float = 0.0
+
+    @property
+    def states_bytes(self) -> int:
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+
+def stage_estimate(
+    segments: Sequence[SegmentCost], recompute: Sequence[bool], in_flight: int, last: bool
+) -> StageEstimate:
+    """The cost of a stage that holds ``segments`` with ``in_flight`` micro-batches; ``last``: it sends nothing on.
+
+    Preconditions: at least one segment; one recompute flag a segment.
+    """
+    pairs = list(zip(segments, recompute, strict=True))
+    recomputation_s = sum(s.forward_s for s, again in pairs if again)
+    kept = sum(s.input_bytes if again else s.activations_bytes for s, again in pairs)
+    again_bytes = max((s.activations_bytes for s, again in pairs if again), default=0)
+    return StageEstimate(
+        forward_s=sum(s.forward_s for s in segments),
+        backward_s=sum(s.backward_s for s in segments) + recomputation_s,
+        forward_communication_s=sum(s.forward_communication_s for s in segments),
+        backward_communication_s=sum(s.backward_communication_s for s in segments)
+        + sum(s.forward_communication_s for s, again in pairs if again),
+        recomputation_s=recomputation_s,
+        transfer_s=0.0 if last else segments[-1].transfer_s,
+        gradient_sync_per_step_s=sum(s.gradient_sync_per_step_s for s in segments),
+        optimizer_per_step_s=sum(s.optimizer_per_step_s for s in segments),
+        memory=MemoryEstimate(
+            weights_bytes=sum(s.weights_bytes for s in segments),
+            gradients_bytes=sum(s.gradients_bytes for s in segments),
+            optimizer_bytes=sum(s.optimizer_bytes for s in segments),
+            activations_bytes=in_flight * kept,
+            temporary_bytes=max(s.temporary_bytes for s in segments) + again_bytes,
+        ),
+    )

@@ -1,0 +1,214 @@
+"""The chain of cuts: where a graph can be split between stages, and which links of the chain are equal.
+
+    cut_into_segments(graph) -> graph with ``node.segment`` set, nodes in segment order
+    segment_kinds(graph)     -> for each segment a number, equal for equal segments
+    node_classes(graph)      -> for each node (kind, position): nodes of one class share their strategy
+
+The *main* part of a graph is what depends on weights. The rest (masks, positions, rotary tables: made from inputs and
+constants alone) has segment -1 and is made again in every stage that reads it; left in the chain, it would hide every cut.
+
+A cut is a dominator of the loss in the main part: every path from the start to the loss passes through it, so one tensor
+separates before from after (Cooper, Harvey, Kennedy: A Simple, Fast Dominance Algorithm; networkx.immediate_dominators).
+Cuts inside an element of a module list are dropped (a transformer layer is one segment), as are those that leave a segment
+without weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import networkx as nx
+
+from planner.ir.graph import Argument, Graph, Leaf, Node, Ref
+
+SHARED = -1
+RANDOM_OPS = frozenset({"dropout", "attention_with_dropout"})
+
+
+def main_nodes(graph: Graph) -> frozenset[str]:
+    """Names of the nodes that depend on a parameter, write a buffer, or are random."""
+    main = {leaf.name for leaf in graph.leaves if leaf.kind == "parameter"}
+    written = {value for _, value in graph.writes}
+    found = set()
+    for node in graph.nodes:
+        is_random = node.op in RANDOM_OPS or "rand" in node.op or "bernoulli" in node.op
+        writes = any(value.name in written for value in node.outputs)
+        if is_random or writes or any(name in main for name in node.operands):
+            found.add(node.name)
+            main.update(value.name for value in node.outputs)
+    return frozenset(found)
+
+
+def cut_into_segments(graph: Graph) -> Graph:
+    main = main_nodes(graph)
+    chain = _cuts(graph, main)
+    segment_of = _assign(graph, main, chain)
+    nodes = [replace(node, segment=segment_of.get(node.name, SHARED)) for node in graph.nodes]
+    nodes.sort(key=lambda node: node.segment)
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _cuts(graph: Graph, main: frozenset[str]) -> list[str]:
+    """Names of the nodes after which the chain is cut, in order; the last is the loss's."""
+    dag = nx.DiGraph()
+    for node in graph.nodes:
+        if node.name not in main:
+            continue
+        sources = {graph.producers[x].name for x in node.operands if x in graph.producers} & main
+        dag.add_node(node.name)
+        if not sources:
+            dag.add_edge("", node.name)
+        dag.add_edges_from((source, node.name) for source in sources)
+    loss = graph.producers[graph.loss].name
+    dominators = nx.immediate_dominators(dag, "")
+    chain = [loss]
+    while dominators.get(chain[-1]) not in (None, ""):
+        chain.append(dominators[chain[-1]])
+    chain.reverse()
+    by_name = {node.name: node for node in graph.nodes}
+    return _merge(graph, main, [n for n in chain if n == loss or _separates(by_name[n], graph, main)])
+
+
+def _separates(node: Node, graph: Graph, main: frozenset[str]) -> bool:
+    """Whether one tensor of the node leaves it, neither inside an element of a module list nor inside one module."""
+    readers = [[n for n in graph.consumers[value.name] if n.name in main] for value in node.outputs]
+    if sum(bool(found) for found in readers) != 1 or not node.output.differentiable:
+        return False
+    modules = {node.module, *(n.module for found in readers for n in found)}
+    common = _common_path(sorted(modules))
+    return not any(part.isdigit() for part in common) and (len(modules) > 1 or modules == {""})
+
+
+def _common_path(paths: list[str]) -> list[str]:
+    parts = [path.split(".") if path else [] for path in paths]
+    common = []
+    for level in zip(*parts, strict=False):
+        if len(set(level)) > 1:
+            break
+        common.append(level[0])
+    return common
+
+
+def _assign(graph: Graph, main: frozenset[str], chain: list[str]) -> dict[str, int]:
+    """Each main node's segment: the first cut it is an ancestor of; nodes the loss does not need join the last."""
+    by_name = {node.name: node for node in graph.nodes}
+    segment_of: dict[str, int] = {}
+    for index, cut in enumerate(chain):
+        stack = [cut]
+        while stack:
+            name = stack.pop()
+            if name in segment_of or name not in main:
+                continue
+            segment_of[name] = index
+            stack.extend(graph.producers[x].name for x in by_name[name].operands if x in graph.producers)
+    for node in graph.nodes:  # buffer writes: with the operator they follow
+        if node.name in main and node.name not in segment_of:
+            earlier = [segment_of.get(graph.producers[x].name, 0) for x in node.operands if x in graph.producers]
+            segment_of[node.name] = max(earlier, default=0)
+    return segment_of
+
+
+def _merge(graph: Graph, main: frozenset[str], chain: list[str]) -> list[str]:
+    """Drop cuts so that every segment holds a parameter: a segment without one joins the one before it."""
+    segment_of = _assign(graph, main, chain)
+    parameters = {leaf.name for leaf in graph.leaves if leaf.kind == "parameter"}
+    has = [False] * len(chain)
+    for node in graph.nodes:
+        if node.name in segment_of and any(name in parameters for name in node.operands):
+            has[segment_of[node.name]] = True
+    kept: list[str] = []
+    for index, cut in enumerate(chain):
+        if has[index] or not kept:
+            kept.append(cut)
+        else:
+            kept[-1] = cut
+    if len(kept) > 1 and not has[0]:
+        kept.pop(0)
+    return kept
+
+
+def segment_count(graph: Graph) -> int:
+    return 1 + max((node.segment for node in graph.nodes), default=0)
+
+
+def segment_nodes(graph: Graph) -> tuple[tuple[Node, ...], ...]:
+    """The main nodes of each segment, in order."""
+    found: list[list[Node]] = [[] for _ in range(segment_count(graph))]
+    for node in graph.nodes:
+        if node.segment >= 0:
+            found[node.segment].append(node)
+    return tuple(tuple(nodes) for nodes in found)
+
+
+def segment_kinds(graph: Graph) -> tuple[int, ...]:
+    """Segments are equal when they run the same operators on the same shapes, wired in the same way."""
+    numbers: dict[object, int] = {}
+    kinds = []
+    for nodes in segment_nodes(graph):
+        key = segment_structure(graph, nodes)
+        kinds.append(numbers.setdefault(key, len(numbers)))
+    return tuple(kinds)
+
+
+def segment_structure(graph: Graph, nodes: tuple[Node, ...]) -> object:
+    """A segment as a hashable term: own tensors by position, tensors from outside by what they are."""
+    place: dict[str, object] = {}
+    outside: dict[str, int] = {}
+
+    def refer(name: str) -> object:
+        if name in place:
+            return place[name]
+        value = graph.values[name]
+        leaf: Leaf | None = graph.leaf_by_name.get(name)
+        number = outside.setdefault(name, len(outside))
+        what = (leaf.kind, leaf.trainable, leaf.batched) if leaf else graph.producers[name].segment < 0
+        return ("outside", number, what, value.shape, value.dtype, value.differentiable)
+
+    def term(argument: Argument) -> object:
+        if isinstance(argument, Ref):
+            return refer(argument.name)
+        if isinstance(argument, tuple):
+            return ("tuple", *map(term, argument))
+        return (type(argument).__name__, repr(argument))
+
+    lines = []
+    for i, node in enumerate(nodes):
+        arguments = (term(node.args), tuple((k, term(v)) for k, v in node.kwargs))
+        lines.append((node.op, arguments, tuple((v.shape, v.dtype, v.differentiable) for v in node.outputs)))
+        place.update((value.name, ("own", i, j)) for j, value in enumerate(node.outputs))
+    inside = {value.name for node in nodes for value in node.outputs}
+    number = nodes[0].segment if nodes else 0
+    left = tuple(
+        place[name]
+        for name in sorted(inside, key=lambda n: repr(place[n]))
+        if name == graph.loss or any(user.segment != number for user in graph.consumers[name])
+    )
+    return tuple(lines), left
+
+
+def node_classes(graph: Graph) -> Mapping[str, tuple[int, int]]:
+    """Node name -> (kind of its segment, position in it). Shared nodes: (-1, own number)."""
+    kinds = segment_kinds(graph)
+    classes: dict[str, tuple[int, int]] = {}
+    counts = [0] * len(kinds)
+    shared = 0
+    for node in graph.nodes:
+        if node.segment < 0:
+            classes[node.name] = (SHARED, shared)
+            shared += 1
+        else:
+            classes[node.name] = (kinds[node.segment], counts[node.segment])
+            counts[node.segment] += 1
+    return classes
+
+
+def segment_label(graph: Graph, nodes: tuple[Node, ...]) -> str:
+    """The module path a person knows a segment by: the deepest path common to its weighted operators."""
+    parameters = {leaf.name for leaf in graph.leaves if leaf.kind == "parameter"}
+    weighted = [node.module for node in nodes if any(name in parameters for name in node.operands)]
+    common = _common_path(weighted or [node.module for node in nodes])
+    if common:
+        return ".".join(common)
+    tops = dict.fromkeys(path.split(".")[0] for path in weighted if path)
+    return " + ".join(tops) or "model"

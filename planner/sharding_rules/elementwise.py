@@ -1,0 +1,77 @@
+"""Operators that treat every element alone, with broadcasting; and dropout, the random one among them.
+
+Dims are matched from the right; a dim of size one that is stretched has no letter there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from planner.ir.graph import Node, Value
+from planner.sharding_rules.rule import Dims, Rule
+
+UNARY = frozenset(
+    "abs acos acosh asin asinh atan atanh bitwise_not celu ceil clamp clamp_max clamp_min cos cosh deg2rad elu erf erfc "
+    "erfinv exp exp2 expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma "
+    "log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num pow relu relu6 round rsqrt selu sgn sigmoid sign "
+    "silu sin sinh softplus softshrink softsign sqrt square tan tanh threshold trunc zeros_like ones_like full_like".split()
+)
+BINARY = frozenset(
+    "__and__ __or__ __xor__ __iand__ __ior__ atan2 bitwise_and bitwise_or bitwise_xor eq floor_divide fmax fmin fmod ge gt "
+    "hypot le logaddexp logical_and logical_or logical_xor lt maximum minimum masked_fill ne prelu remainder lerp addcmul "
+    "addcdiv xlogy bitwise_left_shift bitwise_right_shift".split()
+)
+LINEAR_UNARY = frozenset("neg _to_copy to detach dropout negative type_as".split())
+ADDITIONS = frozenset("add sub rsub subtract".split())
+PRODUCTS = frozenset("mul multiply".split())
+QUOTIENTS = frozenset("div divide true_divide".split())
+OPERATORS = UNARY | BINARY | LINEAR_UNARY | ADDITIONS | PRODUCTS | QUOTIENTS | {"where"}
+
+
+def rule(node: Node, values: Mapping[str, Value], base: str) -> Rule | None:
+    """The rule of an element-wise operator called ``base``."""
+    shape = node.output.shape
+    operands = tuple(broadcast_dims(values[name].shape, shape) for name in node.operands)
+    if any(dims is None for dims in operands):
+        return None
+    output = broadcast_dims(shape, shape)
+    assert output is not None
+    sizes = {f"d{i}": size for i, size in zip(range(len(shape), 0, -1), shape, strict=True)}
+    return Rule(
+        tuple(dims for dims in operands if dims is not None),
+        tuple(output for _ in node.outputs),
+        sizes,
+        linear=_linear(node, base),
+    )
+
+
+def broadcast_dims(shape: tuple[int, ...], full: tuple[int, ...]) -> Dims | None:
+    """Letters of a tensor of ``shape`` broadcast to ``full``: d1 is the last dim, d2 the one before. None: does not fit."""
+    if len(shape) > len(full):
+        return None
+    dims = []
+    for i, size in zip(range(len(shape), 0, -1), shape, strict=True):
+        if size == full[-i]:
+            dims.append((f"d{i}",))
+        elif size == 1:
+            dims.append(())
+        else:
+            return None
+    return tuple(dims)
+
+
+def _linear(node: Node, base: str) -> tuple[frozenset[int], ...]:
+    tensors = len(node.operands)
+    if base == "_to_copy" or base in LINEAR_UNARY:
+        return (frozenset({0}),)
+    if base in ADDITIONS:
+        return (frozenset({0, 1}),) if tensors == 2 else ()
+    if base in PRODUCTS:
+        return tuple(frozenset({i}) for i in range(tensors))
+    if base in QUOTIENTS:
+        return (frozenset({0}),) if not dict(node.kwargs).get("rounding_mode") else ()
+    if base == "where" and tensors == 3:
+        return (frozenset({1, 2}),)
+    if base == "zeros_like":
+        return ()
+    return ()

@@ -1,0 +1,354 @@
+"""The strategy of every operator on the tp axis: a 0/1 program, solved by HiGHS through OR-Tools MathOpt.
+
+    minimise    sum_n,s  cost[n,s] x[n,s]  +  sum_v,f,t  conversion[v,f,t] e[v,f,t]
+
+    one_strategy     sum_s x[n,s] = 1                                  every operator (and leaf) runs one strategy
+    flows            sum_t q[c,f,t] = X[v,f]    for every source pair f  a consumer c of value v is fed from the pair v has
+                     sum_f q[c,f,t] = X[c,t]    for every target pair t  ... into the pair c asks for
+                     q[c,f,t] <= e[v,f,t]                               a conversion is paid once for all its consumers
+
+X[v,f] is the sum of x over the producer's strategies whose result has pair f; X[c,t] likewise over the consumer's operands.
+Only x is integer: with these flows the relaxation has been integral on every transformer tried.
+
+Operators of equal segments share their variable (``node_classes``), so the program grows with distinct layers, not with
+depth; a term that stands for many equal ones carries their number. Costs are in microseconds: the solver's tolerances are
+absolute. Ties are broken by memory, then by order.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
+
+from ortools.math_opt.python import mathopt
+
+from costmodels.collectives import collective_time_s
+from costmodels.compute import optimizer_step_s
+from costmodels.hardware import Cluster
+from planner.costing import Pricing, conversion_cost, node_cost
+from planner.ir.graph import Graph, Leaf, Node, Ref, Value, map_refs
+from planner.ir.layout import REPLICATED, WHOLE, Pair
+from planner.segments import SHARED, node_classes
+from planner.sharding_rules import Strategy, rule_of, strategies
+from planner.sharding_rules.cuts import find_cuts
+from planner.sharding_rules.localise import localise
+
+MICROSECONDS_PER_S = 1e6
+# One byte held weighs as much as this many microseconds: only enough to decide between equal times.
+TIE_US_PER_BYTE = 1e-12
+
+Keep = Callable[[Node, Strategy], bool]
+
+
+@dataclass(frozen=True)
+class Letters:
+    """The solution. ``strategies`` by node name, ``leaves`` by leaf name; ``objective_s``: seconds of one micro-batch.
+
+    ``bound_s``: proven lower bound of the objective.
+    """
+
+    strategies: Mapping[str, Strategy]
+    leaves: Mapping[str, Pair]
+    objective_s: float
+    bound_s: float
+
+    @property
+    def partial_leaves(self) -> frozenset[str]:
+        """Trainable leaves whose gradient is partial on the axis (summed once a step)."""
+        return frozenset(name for name, pair in self.leaves.items() if pair == REPLICATED)
+
+
+def whole_letters(graph: Graph) -> Letters:
+    """The solution on an axis of degree 1: everything whole."""
+    chosen = {}
+    for node in graph.nodes:
+        options = strategies(rule_of(node, graph.values), node, graph.values, 2**62)
+        chosen[node.name] = next(s for s in options if s.name == "R")
+    return Letters(chosen, {leaf.name: _stored(leaf, WHOLE) for leaf in graph.leaves}, 0.0, 0.0)
+
+
+def _stored(leaf: Leaf, pair: Pair) -> Pair:
+    return pair if leaf.value.differentiable else pair.without_gradient()
+
+
+def solve_letters(graph: Graph, pricing: Pricing, keep: Keep | None = None, time_limit_s: float = 60.0) -> Letters:
+    """The cheapest strategies for ``graph`` (one micro-batch of one dp rank) on the tp axis of ``pricing.mesh``.
+
+    ``keep(node, strategy)``: which strategies may be used; an operator left without one keeps all it has.
+    """
+    program = _Program(graph, pricing, keep)
+    return program.solve(time_limit_s)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """The options of a class of operators or leaves, and how many there are of them."""
+
+    key: Hashable
+    options: tuple[Strategy, ...]
+    costs_us: tuple[float, ...]
+    count: int
+
+
+class _Program:
+    def __init__(self, graph: Graph, pricing: Pricing, keep: Keep | None) -> None:
+        self.graph, self.pricing = graph, pricing
+        self.k = pricing.mesh.degree("tp")
+        self.model = mathopt.Model()
+        self.terms: list[mathopt.LinearExpression | mathopt.LinearTerm] = []
+        self.classes: dict[str, Hashable] = dict(node_classes(graph))
+        self.representative: dict[Hashable, Node] = {}
+        self.count: dict[Hashable, int] = {}
+        for node in graph.nodes:
+            key = self.classes[node.name]
+            self.representative.setdefault(key, node)
+            self.count[key] = self.count.get(key, 0) + 1
+        self.options: dict[Hashable, tuple[Strategy, ...]] = {}
+        self.x: dict[Hashable, list[mathopt.Variable]] = {}
+        self._operators(keep)
+        self._leaves()
+        self._conversions()
+
+    # --- variables and costs of operators -----------------------------------------------------------------------------
+
+    def _operators(self, keep: Keep | None) -> None:
+        values = self.graph.values
+        representatives = list(self.representative.values())
+        cuts = find_cuts(self.graph)
+        for node in representatives:
+            key = self.classes[node.name]
+            found = strategies(rule_of(node, values), node, values, self.k, cuts[node.name])
+            if node.segment == SHARED:
+                found = tuple(s for s in found if s.name == "R")
+            elif keep is not None:
+                found = tuple(s for s in found if keep(node, s)) or found
+            costs = [operator_cost_us(node, s, self.graph, self.pricing) for s in found]
+            self._one_strategy(key, found, costs, self.count[key])
+
+    def _one_strategy(self, key: Hashable, found: tuple[Strategy, ...], costs: list[float], count: int) -> None:
+        variables = [self.model.add_binary_variable(name=f"x{len(self.x)}_{i}") for i in range(len(found))]
+        self.model.add_linear_constraint(mathopt.fast_sum(variables) == 1)
+        self.options[key], self.x[key] = found, variables
+        self.terms += [count * cost * x for cost, x in zip(costs, variables, strict=True) if cost]
+
+    # --- leaves: how parameters, buffers and inputs are stored --------------------------------------------------------
+
+    def _leaves(self) -> None:
+        """A leaf is an operator without operands whose strategies are the pairs its readers may ask for."""
+        written = {name for name, _ in self.graph.writes}
+        groups: dict[Hashable, list[Leaf]] = {}
+        for leaf in self.graph.leaves:
+            readers = self.graph.consumers[leaf.name]
+            key = ("leaf", tuple(sorted({(self.classes[n.name], n.operands.index(leaf.name)) for n in readers})))
+            if leaf.kind in ("input", "constant") or not readers:
+                key = ("leaf", leaf.name)
+            groups.setdefault(key, []).append(leaf)
+            self.classes[leaf.name] = key
+        for key, leaves in groups.items():
+            leaf = leaves[0]
+            pairs = self._leaf_pairs(leaf, written)
+            options = tuple(Strategy(str(pair), (), (pair,)) for pair in pairs)
+            self._one_strategy(key, options, [self._leaf_cost_us(leaf, pair) for pair in pairs], len(leaves))
+
+    def _leaf_pairs(self, leaf: Leaf, written: set[str]) -> list[Pair]:
+        whole = _stored(leaf, WHOLE)
+        if leaf.kind in ("input", "constant"):
+            return [whole]
+        pairs = {whole}
+        for node in self.graph.consumers[leaf.name]:
+            if node.segment == SHARED:
+                continue
+            for strategy in self.options[self.classes[node.name]]:
+                for name, pair in zip(node.operands, strategy.operands, strict=True):
+                    if name == leaf.name and (pair.is_shard or pair == REPLICATED):
+                        pairs.add(pair)
+        if leaf.name in written:
+            return sorted(pairs, key=str)
+        return sorted(pairs, key=str)
+
+    def _leaf_cost_us(self, leaf: Leaf, pair: Pair) -> float:
+        """Holding a parameter: its update and reductions, once a step, shared out over the micro-batches."""
+        if leaf.kind != "parameter":
+            return 0.0
+        local = replace(leaf.value, shape=pair.value.local_shape(leaf.value.shape, self.k))
+        per_step = parameter_step_s(local, leaf, pair, self.pricing)
+        return per_step / self.pricing.micro_batches * MICROSECONDS_PER_S + TIE_US_PER_BYTE * local.size_bytes
+
+    # --- conversions --------------------------------------------------------------------------------------------------
+
+    def _conversions(self) -> None:
+        groups = self._value_groups()
+        for (producer, index, consumers), (value, count) in groups.items():
+            self._flows(producer, index, consumers, value, count)
+
+    def _value_groups(self) -> dict[tuple[Hashable, int, tuple[tuple[Hashable, int], ...]], tuple[Value, int]]:
+        """(producer class, result, its consumers (class, operand) in one segment) -> a value of the group, their number."""
+        found: dict[tuple[Hashable, int, tuple[tuple[Hashable, int], ...]], tuple[Value, int]] = {}
+        producer_of = self.graph.producers
+        for name, value in self.graph.values.items():
+            producer = producer_of.get(name)
+            key = self.classes[producer.name if producer is not None else name]
+            index = [v.name for v in producer.outputs].index(name) if producer is not None else 0
+            by_segment: dict[int, list[tuple[Hashable, int]]] = {}
+            for node in self.graph.consumers[name]:
+                places = [(self.classes[node.name], i) for i, operand in enumerate(node.operands) if operand == name]
+                by_segment.setdefault(node.segment, []).extend(places)
+            for consumers in by_segment.values():
+                group = (key, index, tuple(consumers))
+                known = found.get(group)
+                found[group] = (value, 1 if known is None else known[1] + 1)
+        return found
+
+    def _flows(
+        self, producer: Hashable, index: int, consumers: tuple[tuple[Hashable, int], ...], value: Value, count: int
+    ) -> None:
+        sources = _by_pair(self.x[producer], [s.outputs[index] for s in self.options[producer]])
+        whole = value.size_bytes
+        paid: dict[tuple[Pair, Pair], mathopt.Variable] = {}
+        for consumer, operand in consumers:
+            targets = _by_pair(
+                self.x[consumer],
+                [_like(s.operands[operand], value) for s in self.options[consumer]],
+            )
+            if len(sources) == 1 and len(targets) == 1:
+                (source,), (target,) = sources, targets
+                cost = self._conversion_us(whole, source, target)
+                if cost and (source, target) not in paid:
+                    paid[source, target] = self.model.add_variable(lb=1.0, ub=1.0)
+                    self.terms.append(count * cost * paid[source, target])
+                continue
+            flows: dict[tuple[Pair, Pair], mathopt.Variable] = {}
+            for source in sources:
+                for target in targets:
+                    flow = self.model.add_variable(lb=0.0, ub=1.0)
+                    flows[source, target] = flow
+                    cost = self._conversion_us(whole, source, target)
+                    if not cost:
+                        continue
+                    if len(consumers) == 1:
+                        self.terms.append(count * cost * flow)
+                        continue
+                    if (source, target) not in paid:
+                        paid[source, target] = self.model.add_variable(lb=0.0, ub=1.0)
+                        self.terms.append(count * cost * paid[source, target])
+                    self.model.add_linear_constraint(flow <= paid[source, target])
+            for source, variables in sources.items():
+                out = mathopt.fast_sum([flows[source, target] for target in targets])
+                self.model.add_linear_constraint(out == mathopt.fast_sum(variables))
+            for target, variables in targets.items():
+                into = mathopt.fast_sum([flows[source, target] for source in sources])
+                self.model.add_linear_constraint(into == mathopt.fast_sum(variables))
+
+    def _conversion_us(self, whole: int, source: Pair, target: Pair) -> float:
+        return conversion_cost(whole, source, target, "tp", self.pricing).total_s * MICROSECONDS_PER_S
+
+    # --- solving ------------------------------------------------------------------------------------------------------
+
+    def solve(self, time_limit_s: float) -> Letters:
+        self._loss()
+        self.model.minimize(mathopt.fast_sum(self.terms))
+        parameters = mathopt.SolveParameters(
+            time_limit=datetime.timedelta(seconds=time_limit_s), relative_gap_tolerance=1e-9, random_seed=0
+        )
+        result = mathopt.solve(self.model, mathopt.SolverType.HIGHS, params=parameters)
+        if not result.has_primal_feasible_solution():
+            raise RuntimeError(f"the program of strategies has no solution: {result.termination}")
+        picked: dict[Hashable, Strategy] = {}
+        for key, variables in self.x.items():
+            taken = [result.variable_values(x) for x in variables]
+            picked[key] = self.options[key][taken.index(max(taken))]
+        return Letters(
+            {node.name: picked[self.classes[node.name]] for node in self.graph.nodes},
+            {leaf.name: picked[self.classes[leaf.name]].outputs[0] for leaf in self.graph.leaves},
+            result.objective_value() / MICROSECONDS_PER_S,
+            result.best_objective_bound() / MICROSECONDS_PER_S,
+        )
+
+    def _loss(self) -> None:
+        """The loss is whole or a partial sum: R:R or P:R; anything else is converted to R:R."""
+        producer = self.graph.producers[self.graph.loss]
+        key = self.classes[producer.name]
+        value = self.graph.values[self.graph.loss]
+        for strategy, x in zip(self.options[key], self.x[key], strict=True):
+            pair = strategy.outputs[[v.name for v in producer.outputs].index(self.graph.loss)]
+            if pair.value.kind != "P" and pair != WHOLE:
+                cost = self._conversion_us(value.size_bytes, pair, WHOLE)
+                self.terms.append(cost * x)
+        for buffer, name in self.graph.writes:
+            self._written(buffer, name)
+
+    def _written(self, buffer: str, name: str) -> None:
+        """A value stored back into a buffer has the buffer's placement: no conversion would survive the step."""
+        producer = self.graph.producers[name]
+        index = [v.name for v in producer.outputs].index(name)
+        made = _by_pair(
+            self.x[self.classes[producer.name]], [s.outputs[index] for s in self.options[self.classes[producer.name]]]
+        )
+        held = _by_pair(self.x[self.classes[buffer]], [s.outputs[0] for s in self.options[self.classes[buffer]]])
+        for pair in sorted({*made, *held}, key=str):
+            left, right = mathopt.fast_sum(made.get(pair, [])), mathopt.fast_sum(held.get(pair, []))
+            self.model.add_linear_constraint(left == right)
+
+
+def _like(pair: Pair, value: Value) -> Pair:
+    return pair if value.differentiable else pair.without_gradient()
+
+
+def _by_pair(variables: list[mathopt.Variable], pairs: list[Pair]) -> dict[Pair, list[mathopt.Variable]]:
+    found: dict[Pair, list[mathopt.Variable]] = {}
+    for x, pair in zip(variables, pairs, strict=True):
+        found.setdefault(pair, []).append(x)
+    return found
+
+
+def operator_cost_us(node: Node, strategy: Strategy, graph: Graph, pricing: Pricing) -> float:
+    """Microseconds of an operator under a strategy: the price of the local nodes it becomes."""
+    k = pricing.mesh.degree("tp")
+    values = dict(graph.values)
+    names = iter(f"{node.name}.{i}" for i in range(len(node.operands)))
+    local_node = node
+    renamed = []
+    for name, pair in zip(node.operands, strategy.operands, strict=True):
+        own = next(names)
+        values[own] = replace(values[name], name=own, shape=pair.value.local_shape(values[name].shape, k))
+        renamed.append(own)
+    local_node = _with_operands(node, renamed)
+    outputs = tuple(
+        replace(value, shape=pair.value.local_shape(value.shape, k))
+        for value, pair in zip(node.outputs, strategy.outputs, strict=True)
+    )
+    nodes = localise(local_node, node, outputs, strategy, "tp", k)
+    values.update((value.name, value) for made in nodes for value in made.outputs)
+    cost = sum(node_cost(made, values, pricing).total_s for made in nodes)
+    held = sum(value.size_bytes for value in outputs) if node.output.differentiable else 0
+    return cost * MICROSECONDS_PER_S + TIE_US_PER_BYTE * held
+
+
+def _with_operands(node: Node, names: list[str]) -> Node:
+    in_order = iter(names)
+    return replace(
+        node,
+        args=map_refs(node.args, lambda _: Ref(next(in_order))),
+        kwargs=map_refs(node.kwargs, lambda _: Ref(next(in_order))),
+    )
+
+
+def parameter_step_s(local: Value, leaf: Leaf, pair: Pair, pricing: Pricing) -> float:
+    """Seconds a parameter costs once a step on one device: its update, its reduction over tp where partial, over dp."""
+    if not leaf.trainable:
+        return 0.0
+    mesh, cluster = pricing.mesh, pricing.cluster
+    size = local.size_bytes
+    total = optimizer_step_s(size, pricing.optimizer, cluster.device) - cluster.device.kernel_launch_s
+    if pair == REPLICATED and mesh.tp > 1:
+        total += collective_time_s("all_reduce", size, mesh.tp, mesh.stride("tp"), cluster)
+    if mesh.dp > 1:
+        total += _over_dp(size, mesh.dp, mesh.stride("dp"), cluster)
+    return max(total, 0.0)
+
+
+def _over_dp(size: int, dp: int, stride: int, cluster: Cluster) -> float:
+    if cluster.device.kind != "cpu":
+        return 0.0
+    return collective_time_s("all_reduce", size, dp, stride, cluster)

@@ -1,0 +1,383 @@
+"""From an ``nn.Module`` and one example batch to a Graph.
+
+    trace(model, inputs) -> Traced       torch.export (non-strict) on fake tensors: no memory, no arithmetic
+      export_step                        model + loss as one exported program
+      to_graph                           its torch.fx graph as frozen data
+
+The loss is traced with the model, so a stage program needs no user code. Weights shared by several names are one leaf.
+A region under ``torch.no_grad`` keeps its meaning: its results are detached.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from planner.errors import BadInput, TraceError
+from planner.ir.graph import Argument, Graph, Leaf, Node, Ref, Symbol, Value
+from planner.normalise import normalise
+
+SKIPPED_OPS = {"aten._assert_tensor_metadata.default", "aten._assert_scalar.default"}
+# A functional graph needs no copies: ``clone`` only fixed strides, and views are emitted as reshapes.
+IDENTITY_OPS = {"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default", "aten.clone.default",
+                "aten.contiguous.default"}  # fmt: skip
+DROPPED_KEYWORDS = {"pin_memory", "layout", "non_blocking"}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One global batch as the user passes it."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    target: Any = None
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A graph, and for each of its inputs the key path in (args, kwargs, target)."""
+
+    graph: Graph
+    input_paths: Mapping[str, str]
+
+
+class _Step(torch.nn.Module):
+    """What is traced: the model and its loss."""
+
+    def __init__(self, model: torch.nn.Module, loss_fn: Callable[..., torch.Tensor] | None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> torch.Tensor:
+        output = self.model(*args, **kwargs)
+        if self.loss_fn is not None:
+            loss = self.loss_fn(output) if target is None else self.loss_fn(output, target)
+        else:
+            loss = find_loss(output)
+        if not isinstance(loss, torch.Tensor):
+            raise BadInput(f"the loss is a {type(loss).__name__}; it must be a tensor with one element")
+        if loss.numel() != 1:
+            raise BadInput(f"the loss has shape {list(loss.shape)}; it must be one number, for example its mean")
+        return loss if loss.dim() == 0 else loss.reshape(())
+
+
+def find_loss(output: Any) -> torch.Tensor:
+    """The loss a model returns: the output itself, its ``loss`` attribute or entry, or the first element of a tuple."""
+    candidates = [output, getattr(output, "loss", None)]
+    if isinstance(output, Mapping):
+        candidates.append(output.get("loss"))
+    if isinstance(output, tuple | list) and output:
+        candidates.append(output[0])
+    for candidate in candidates:
+        if isinstance(candidate, torch.Tensor) and candidate.numel() == 1 and candidate.is_floating_point():
+            return candidate
+    raise BadInput(
+        "the model returns no loss: pass loss_fn=..., called as loss_fn(output, target), "
+        "or give the model what it needs to return one (Hugging Face: example_kwargs with labels=...)"
+    )
+
+
+def trace(
+    model: torch.nn.Module,
+    batch: Batch,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    global_batch: int | None = None,
+) -> Traced:
+    """Trace one training step.
+
+    Raises TraceError naming the place when the model cannot be traced, BadInput when the loss is not one number.
+    """
+    _refuse_hooks(model)
+    arguments = pytree.tree_map(_stand_in, (batch.args, dict(batch.kwargs), batch.target))
+    exported = _export(_Step(model, loss_fn), arguments)
+    size = global_batch or batch_size(arguments)
+    return _to_graph(model, exported, arguments, size)
+
+
+def _stand_in(value: Any) -> Any:
+    """A tensor of its own for each input: torch.export takes two inputs that are one object for one input."""
+    return torch.empty_like(value, requires_grad=False) if isinstance(value, torch.Tensor) else value
+
+
+def batch_size(arguments: Any) -> int:
+    """Dim 0 of the first tensor with a dim."""
+    for leaf in pytree.tree_leaves(arguments):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            return int(leaf.shape[0])
+    raise BadInput("the example batch holds no tensor with a batch dim; pass example_inputs=(tensor, ...)")
+
+
+def _refuse_hooks(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        for kind in ("_backward_hooks", "_backward_pre_hooks"):
+            if getattr(module, kind, None):
+                raise TraceError(
+                    f"module {name or 'model'!r} has a backward hook, which tracing would drop; remove it before planning"
+                )
+
+
+def _export(step: _Step, arguments: tuple[Any, ...]) -> torch.export.ExportedProgram:
+    try:
+        exported = torch.export.export(step, arguments, strict=False)
+        _detach_no_grad_regions(exported)
+        return exported.run_decompositions({})
+    except BadInput:
+        raise
+    except Exception as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise TraceError(
+            f"the model cannot be traced: {type(error).__name__}: {first}\n"
+            "torch.export follows the model with example_inputs and needs control flow that does not depend on the "
+            "values of tensors; the error above names the place."
+        ) from error
+
+
+def _detach_no_grad_regions(exported: torch.export.ExportedProgram) -> None:
+    """A ``no_grad`` region is a higher-order call that decomposition inlines: detach what leaves it first."""
+    graph = exported.graph
+    for node in list(graph.nodes):
+        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and node.args[0] is False:
+            for result in [user for user in node.users if user.target is operator.getitem]:
+                with graph.inserting_after(result):
+                    detached = graph.call_function(torch.ops.aten.detach.default, (result,))
+                detached.meta = dict(result.meta)
+                result.replace_all_uses_with(detached, delete_user_cb=lambda user, keep=detached: user is not keep)
+    exported.graph_module.recompile()
+
+
+# --- from torch.fx to Graph -------------------------------------------------------------------------------------------
+
+
+def _to_graph(
+    model: torch.nn.Module, exported: torch.export.ExportedProgram, arguments: tuple[Any, ...], size: int
+) -> Traced:
+    leaves, paths = _leaves(model, exported, arguments, size)
+    reader = _Reader({leaf.name: leaf.value for leaf in leaves.values()})
+    for placeholder, leaf in leaves.items():
+        reader.names[placeholder] = leaf.name
+    for fx_node in exported.graph.nodes:
+        if fx_node.op == "call_function":
+            reader.read(fx_node)
+        elif fx_node.op == "get_attr":
+            raise TraceError(f"the model calls {fx_node.target!r} as a whole, which cannot be split; report this model")
+    outputs = [n for n in exported.graph.nodes if n.op == "output"][0].args[0]
+    loss, writes = "", []
+    for spec, result in zip(exported.graph_signature.output_specs, outputs, strict=True):
+        if spec.kind.name == "USER_OUTPUT":
+            loss = reader.names[result.name]
+        elif spec.kind.name in ("BUFFER_MUTATION", "USER_INPUT_MUTATION"):
+            leaf = next((x for x in leaves.values() if x.target == _strip(spec.target)), None)
+            if leaf is None or leaf.kind != "buffer":
+                raise TraceError(f"the model writes into its input {spec.target!r}; return the new value instead")
+            writes.append((leaf.name, reader.names[result.name]))
+    unique = tuple(dict.fromkeys(leaves.values()))
+    graph = normalise(Graph(unique, tuple(reader.nodes), loss, tuple(writes), size))
+    if not graph.values[loss].differentiable:
+        raise BadInput("the loss does not depend on any trainable parameter; there is nothing to train")
+    return Traced(graph, paths)
+
+
+def _strip(target: str | None) -> str:
+    return (target or "").removeprefix("model.")
+
+
+def _leaves(
+    model: torch.nn.Module, exported: torch.export.ExportedProgram, arguments: tuple[Any, ...], size: int
+) -> tuple[dict[str, Leaf], dict[str, str]]:
+    """Placeholder name -> Leaf; placeholders of one shared parameter map to one Leaf."""
+    names_of: dict[Any, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(storage_key(parameter), []).append(name)
+    key_of = {name: key for key, names in names_of.items() for name in names}
+    parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
+    placeholders = {n.name: n for n in exported.graph.nodes if n.op == "placeholder"}
+    flat = [(pytree.keystr(path), value) for path, value in pytree.tree_flatten_with_path(arguments)[0]]
+    user_inputs = iter(flat)
+    leaves: dict[str, Leaf] = {}
+    by_key: dict[Any, Leaf] = {}
+    paths: dict[str, str] = {}
+    taken: set[str] = set()
+
+    def unique(name: str) -> str:
+        candidate, n = name, 1
+        while candidate in taken or candidate in RESERVED_NAMES:
+            candidate, n = f"{name}_{n}", n + 1
+        taken.add(candidate)
+        return candidate
+
+    for spec in exported.graph_signature.input_specs:
+        placeholder, kind = spec.arg.name, spec.kind.name
+        fake = placeholders[placeholder].meta.get("val") if placeholder in placeholders else None
+        target = _strip(spec.target)
+        if kind == "PARAMETER":
+            key = key_of[target]
+            if key not in by_key:
+                first, *aliases = names_of[key]
+                trainable = parameters[first].requires_grad
+                value = _value(unique(identifier(first)), fake, trainable)
+                by_key[key] = Leaf("parameter", first, value, trainable, aliases=tuple(aliases))
+            leaves[placeholder] = by_key[key]
+        elif kind == "BUFFER" or (kind == "CONSTANT_TENSOR" and target in buffers):
+            leaves[placeholder] = Leaf("buffer", target, _value(unique(identifier(target)), fake, False))
+        elif kind == "CONSTANT_TENSOR":
+            leaves[placeholder] = Leaf("constant", target, _value(unique(identifier(target)), fake, False))
+        elif kind == "USER_INPUT":
+            path, _ = next(user_inputs)
+            if not isinstance(fake, torch.Tensor):
+                continue
+            name = unique(_input_name(path))
+            value = _value(name, fake, False)
+            batched = fake.dim() > 0 and int(fake.shape[0]) == size
+            leaves[placeholder] = Leaf("input", path, value, batched=batched)
+            paths[name] = path
+        else:
+            raise TraceError(f"the model uses an input of kind {kind}, which is not supported")
+    return leaves, paths
+
+
+RESERVED_NAMES = frozenset({"self", "torch", "aten", "F", "convert", "tp", "dp", "device", "rng", "micro_batch", "math"})
+
+
+def storage_key(tensor: torch.Tensor) -> Any:
+    """Equal for tensors that are the same memory seen the same way."""
+    if tensor.device.type == "meta" or tensor.numel() == 0:
+        return id(tensor)
+    return (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+
+
+def identifier(text: str) -> str:
+    """A Python name for a dotted path."""
+    name = "".join(c if c.isalnum() else "_" for c in text).strip("_")
+    return name if name and not name[0].isdigit() else f"w_{name}"
+
+
+def _input_name(path: str) -> str:
+    """A readable name for '[0][0]' (first positional), '[1]["labels"]' (keyword) or '[2]' (target)."""
+    if path.startswith("[2]"):
+        return identifier("target" + path[3:])
+    if path.startswith("[1]"):
+        return identifier(path[3:])
+    return identifier("x" + path[3:]) if path != "[0][0]" else "x"
+
+
+def _value(name: str, fake: torch.Tensor | None, differentiable: bool) -> Value:
+    if fake is None:
+        raise TraceError(f"tensor {name!r} has no shape in the traced graph")
+    return Value(name, tuple(int(s) for s in fake.shape), str(fake.dtype).removeprefix("torch."), differentiable)
+
+
+class _Reader:
+    """Reads fx nodes into Nodes, one after the other."""
+
+    def __init__(self, values: dict[str, Value]) -> None:
+        self.values = values
+        self.names: dict[str, str] = {}  # fx node name -> value name
+        self.parts: dict[str, dict[int, str]] = {}  # fx node with several results -> index -> value name
+        self.nodes: list[Node] = []
+
+    def read(self, fx_node: torch.fx.Node) -> None:
+        if fx_node.target is operator.getitem:
+            source, index = fx_node.args
+            part = self.parts[source.name].get(index)  # type: ignore[union-attr, index, arg-type]
+            if part is not None:
+                self.names[fx_node.name] = part
+            return
+        op = str(fx_node.target)
+        if op in SKIPPED_OPS:
+            return
+        if op in IDENTITY_OPS:
+            self.names[fx_node.name] = self.names[fx_node.args[0].name]  # type: ignore[union-attr]
+            return
+        args = tuple(self.argument(a) for a in fx_node.args)
+        kwargs = tuple((k, self.argument(v)) for k, v in fx_node.kwargs.items() if k not in DROPPED_KEYWORDS)
+        op, args, kwargs, keep = _normalise(op, args, kwargs)
+        module = _module_path(fx_node)
+        results = fx_node.meta.get("val")
+        if op.split(".")[1:2] in (["squeeze"], ["flatten"], ["unflatten"]):
+            op, args, kwargs = "aten.view.default", (args[0], tuple(int(s) for s in results.shape)), ()
+        if isinstance(results, torch.Tensor):
+            name = self.unique(fx_node.name)
+            self.names[fx_node.name] = name
+            outputs = [_value(name, results, False)]
+        else:
+            parts = {}
+            outputs = []
+            for index in keep if keep is not None else range(len(results)):
+                if results[index] is None:
+                    continue
+                name = self.unique(fx_node.name if keep is not None and not outputs else f"{fx_node.name}_{index}")
+                parts[index] = name
+                outputs.append(_value(name, results[index], False))
+                self.values[name] = outputs[-1]
+            self.parts[fx_node.name] = parts
+        node = Node(op, args, tuple(outputs), kwargs, module)
+        grad = any(self.values[name].differentiable for name in node.operands) and op not in NON_DIFFERENTIABLE
+        outputs = [
+            Value(v.name, v.shape, v.dtype, grad and v.dtype.startswith(("float", "bfloat", "complex")) and i not in _STATISTICS.get(op, ()))
+            for i, v in enumerate(outputs)
+        ]  # fmt: skip
+        self.values.update((v.name, v) for v in outputs)
+        self.nodes.append(Node(op, args, tuple(outputs), kwargs, module))
+
+    def unique(self, name: str) -> str:
+        candidate, n = name, 1
+        while candidate in self.values or candidate in RESERVED_NAMES:
+            candidate, n = f"{name}_{n}", n + 1
+        return candidate
+
+    def argument(self, value: Any) -> Argument:
+        if isinstance(value, torch.fx.Node):
+            return Ref(self.names[value.name])
+        if isinstance(value, list | tuple):
+            return tuple(self.argument(v) for v in value)
+        if isinstance(value, torch.dtype | torch.memory_format):
+            return Symbol(str(value))
+        if isinstance(value, torch.device):
+            return Symbol("device")
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise TraceError("the model's shapes depend on the values of its input; give it fixed shapes")
+        raise TraceError(f"an operator takes an argument of type {type(value).__name__}, which is not supported")
+
+
+NON_DIFFERENTIABLE = frozenset({"aten.detach.default", "aten.argmax.default", "aten.zeros_like.default", "aten.ones_like.default"})
+_STATISTICS = {"batch_norm": (1, 2)}
+
+
+def _normalise(
+    op: str, args: tuple[Argument, ...], kwargs: tuple[tuple[str, Argument], ...]
+) -> tuple[str, tuple[Argument, ...], tuple[tuple[str, Argument], ...], tuple[int, ...] | None]:
+    """Operators under the name the rules use, and which of their results are kept (None: all)."""
+    if op == "aten._native_batch_norm_legit_functional.default":
+        return "batch_norm", args, kwargs, (0, 3, 4)
+    if op == "aten.native_dropout.default":
+        return "dropout", args[:2], kwargs, (0,)
+    if op == "aten.scaled_dot_product_attention.default" and dict(kwargs).get("dropout_p", args[4] if len(args) > 4 else 0.0):
+        return "attention_with_dropout", args, kwargs, None
+    if op in ("aten._unsafe_view.default", "aten.reshape.default"):
+        return "aten.view.default", args, kwargs, None
+    return op, args, kwargs, None
+
+
+def _module_path(fx_node: torch.fx.Node) -> str:
+    stack = fx_node.meta.get("nn_module_stack") or {}
+    path = str(list(stack.values())[-1][0]) if stack else ""
+    return _strip(path) if path != "model" else ""
+
+
+def tensors_by_target(model: torch.nn.Module, targets: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of ``model`` (constants by attribute path), by name."""
+    found: dict[str, torch.Tensor] = {}
+    for target in targets:
+        owner: Any = model
+        for part in target.split("."):
+            owner = getattr(owner, part)
+        found[target] = owner
+    return found
