@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 
+import pytest
 import torch
 
 from examples import gpt, text
+from planner.models import load_model
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def test_text_reads_back_but_for_characters_outside_the_vocabulary() -> None:
@@ -51,3 +56,20 @@ def test_an_untrained_model_guesses_evenly() -> None:
     inputs, targets = next(text.batches(tokens, 8, 128, seed=0))
     loss = gpt.loss_fn(model(inputs), targets)
     torch.testing.assert_close(loss, torch.tensor(96.0).log(), rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("llama-3-8b", 8_030_261_248), ("gpt2", 124_439_808)], ids=["llama-3-8b", "gpt2"]
+)
+def test_configs_are_the_published_models(name: str, parameters: int) -> None:
+    loaded = load_model(f"{EXAMPLES}/configs/{name}.json", global_batch=2, sequence_length=8)
+    assert sum(parameter.numel() for parameter in loaded.model.parameters()) == parameters
+
+
+def test_the_command_line_example_takes_its_batch_from_the_options() -> None:
+    loaded = load_model("examples.command_line:small_gpt", global_batch=2, sequence_length=32)
+    assert loaded.example_inputs is not None
+    assert [tuple(tensor.shape) for tensor in loaded.example_inputs] == [(2, 32), (2, 32)]
+    loss = loaded.model(*loaded.example_inputs)
+    tokens, targets = loaded.example_inputs
+    torch.testing.assert_close(loss, gpt.loss_fn(loaded.model.model(tokens), targets))
