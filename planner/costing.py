@@ -27,7 +27,7 @@ from costmodels.memory import StateBytes, gathered_bytes, saved_for_backward_byt
 from costmodels.operators import argument_hint, is_view
 from planner.batch import MICRO
 from planner.ir.graph import DTYPE_BYTES, Graph, Leaf, Node, Value
-from planner.ir.layout import Pair, conversion
+from planner.ir.layout import WHOLE, Pair, conversion
 from planner.ir.mesh import Mesh
 from planner.segment_cost import SegmentCost
 from planner.segments import segment_nodes
@@ -164,17 +164,20 @@ def graph_cost_s(graph: Graph, pricing: Pricing) -> float:
 # --- segments ---------------------------------------------------------------------------------------------------------
 
 
-def segment_costs(graph: Graph, pricing: Pricing, partial_on_tp: frozenset[str] = frozenset()) -> tuple[SegmentCost, ...]:
+def segment_costs(
+    graph: Graph, pricing: Pricing, pairs: Mapping[str, Pair], partial_on_tp: frozenset[str] = frozenset()
+) -> tuple[SegmentCost, ...]:
     """The cost of every segment of a lowered graph.
 
-    ``partial_on_tp``: parameters (leaf names) whose gradient is summed over tp once a step. Work shared by segments (masks,
+    ``pairs``: the pair on tp of every value that may cross a cut. ``partial_on_tp``: parameters (leaf names) whose gradient
+    is summed over tp once a step. Work shared by segments (masks,
     positions) is priced with the first segment. A parameter used by several segments is held by each when there are
     several stages, else by the first.
     """
     chain = segment_nodes(graph)
     owners = parameter_owners(graph, pricing.mesh.pp > 1)
     shared = [node for node in graph.nodes if node.segment < 0]
-    transfers = [_transfer_s(graph, number, pricing) for number in range(len(chain))]
+    transfers = [_transfer_s(graph, number, pricing, pairs) for number in range(len(chain))]
     costs = []
     for number, nodes in enumerate(chain):
         own = [graph.leaf_by_name[name] for name in owners.get(number, ())]
@@ -268,12 +271,24 @@ def _is_shared(graph: Graph, name: str) -> bool:
     return len({node.segment for node in graph.consumers[name]}) > 1
 
 
-def _transfer_s(graph: Graph, number: int, pricing: Pricing) -> float:
-    """Sending what crosses the cut behind segment ``number`` to the next stage, one way."""
-    if pricing.mesh.pp == 1:
+def _transfer_s(graph: Graph, number: int, pricing: Pricing, pairs: Mapping[str, Pair]) -> float:
+    """Sending what crosses the cut behind segment ``number`` to the next stage, one way.
+
+    Tensors travel whole on tp: made whole before, cut again after; half of that conversion is charged each way.
+    """
+    mesh = pricing.mesh
+    if mesh.pp == 1:
         return 0.0
-    size = sum(value.size_bytes for value in crossing(graph, number))
-    return collective_time_s("send", size, pricing.mesh.pp, pricing.mesh.stride("pp"), pricing.cluster)
+    total, size = 0.0, 0
+    for value in crossing(graph, number):
+        pair = pairs[value.name]
+        whole = whole_bytes(value, pair, mesh.tp)
+        size += whole
+        if mesh.tp > 1:
+            kept = WHOLE if pair.gradient is not None else WHOLE.without_gradient()
+            out, back = (conversion_cost(whole, *way, "tp", pricing) for way in ((pair, kept), (kept, pair)))
+            total += (out.total_s + back.total_s) / 2
+    return total + collective_time_s("send", size, mesh.pp, mesh.stride("pp"), pricing.cluster)
 
 
 def crossing(graph: Graph, number: int) -> tuple[Value, ...]:

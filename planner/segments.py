@@ -21,8 +21,8 @@ from dataclasses import replace
 import networkx as nx
 
 from planner.ir.graph import Argument, Graph, Leaf, Node, Ref
+from planner.shard import SHARED
 
-SHARED = -1
 RANDOM_OPS = frozenset({"dropout", "attention_with_dropout"})
 
 

@@ -3,7 +3,7 @@
     shard(graph, axis, k, strategies, leaves)
 
 Every value gets its producer's pair; every operand whose strategy asks for another pair gets one ``convert`` node, made once
-per (value, target pair, segment). Shapes in the result are local. Axes are applied one after another: dp, then micro
+per (value, target pair, segment); those of inputs and of values made from inputs alone once for all segments. Shapes in the result are local. Axes are applied one after another: dp, then micro
 (the micro-batches, an axis of time), then tp; a conversion of one axis is an ordinary operator for the next.
 """
 
@@ -17,6 +17,8 @@ from planner.ir.layout import PARTIAL, WHOLE, Pair, conversion
 from planner.sharding_rules.localise import localise
 from planner.sharding_rules.rule import Strategy
 
+SHARED = -1
+
 
 @dataclass(frozen=True)
 class Sharded:
@@ -25,6 +27,13 @@ class Sharded:
     graph: Graph
     pairs: Mapping[str, Pair]
     loss: Pair
+
+
+def is_shared(graph: Graph, name: str) -> bool:
+    """Whether a tensor is an input or made from inputs alone."""
+    if name in graph.producers:
+        return graph.producers[name].segment == SHARED
+    return graph.leaf_by_name[name].kind in ("input", "constant")
 
 
 def target_pair(pair: Pair, differentiable: bool) -> Pair:
@@ -86,7 +95,8 @@ class _Builder:
         target = target_pair(target, source.gradient is not None)
         if source == target:
             return name
-        key = (name, target, node.segment)
+        segment = SHARED if is_shared(self.graph, name) else node.segment
+        key = (name, target, segment)
         if key not in self.converted:
             value = self.graph.values[name]
             local = Value(
@@ -97,7 +107,7 @@ class _Builder:
             )
             text = f"{source} -> {target}"
             self.nodes.append(
-                Node("convert", (Ref(name), self.axis, text), (local,), (), node.module, segment=node.segment)
+                Node("convert", (Ref(name), self.axis, text), (local,), (), node.module, segment)
             )
             self.converted[key] = local.name
         return self.converted[key]
@@ -119,8 +129,9 @@ class _Builder:
         for buffer, value in graph.writes:
             stored = self.pairs[buffer]
             writes.append((buffer, self.convert(value, stored, graph.producers[value])))
+        nodes = sorted(self.nodes, key=lambda node: node.segment)
         result = Graph(
-            tuple(self.leaves), tuple(self.nodes), loss, tuple(writes), graph.batch_size, graph.notes
+            tuple(self.leaves), tuple(nodes), loss, tuple(writes), graph.batch_size, graph.notes
         )
         return Sharded(result, self.pairs, pair)
 

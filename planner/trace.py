@@ -294,6 +294,9 @@ class _Reader:
         if op in IDENTITY_OPS:
             self.names[fx_node.name] = self.names[fx_node.args[0].name]  # type: ignore[union-attr]
             return
+        if op == "aten.broadcast_tensors.default":
+            self.broadcast(fx_node)
+            return
         args = tuple(self.argument(a) for a in fx_node.args)
         kwargs = tuple((k, self.argument(v)) for k, v in fx_node.kwargs.items() if k not in DROPPED_KEYWORDS)
         op, args, kwargs, keep = _normalise(op, args, kwargs)
@@ -324,6 +327,22 @@ class _Reader:
         ]  # fmt: skip
         self.values.update((v.name, v) for v in outputs)
         self.nodes.append(Node(op, args, tuple(outputs), kwargs, module))
+
+    def broadcast(self, fx_node: torch.fx.Node) -> None:
+        """Each result is its tensor, expanded where its shape differs."""
+        parts: dict[int, str] = {}
+        for index, (source, result) in enumerate(zip(fx_node.args[0], fx_node.meta["val"], strict=True)):  # type: ignore[arg-type]
+            value = self.values[self.names[source.name]]  # type: ignore[union-attr]
+            shape = tuple(int(s) for s in result.shape)
+            if shape != value.shape:
+                expanded = Value(self.unique(f"{fx_node.name}_{index}"), shape, value.dtype, value.differentiable)
+                self.values[expanded.name] = expanded
+                self.nodes.append(
+                    Node("aten.expand.default", (Ref(value.name), shape), (expanded,), (), _module_path(fx_node))
+                )
+                value = expanded
+            parts[index] = value.name
+        self.parts[fx_node.name] = parts
 
     def unique(self, name: str) -> str:
         candidate, n = name, 1

@@ -1,7 +1,7 @@
 """Plan + Graph -> Program: the readable source every stage runs, and the tensors it owns.
 
     lower(graph, plan) -> Program
-      layouts    the plan's strategies, for every operator of the graph
+      planner.layouts    the plan's strategies, for every operator of the graph
       stages     which nodes, inputs, weights and counts belong to which stage
       source     nodes as Python text
 """

@@ -18,7 +18,7 @@ from planner.ir.graph import Graph, Leaf, Node
 from planner.ir.layout import REPLICATED, WHOLE, Pair
 from planner.ir.plan import Plan
 from planner.ir.program import InputSpec, Program, StageProgram, StateSpec, TensorSpec
-from planner.lower.layouts import recall
+from planner.layouts import recall
 from planner.lower.text import SegmentText, StageText, stage_source
 from planner.segments import cut_into_segments, segment_label, segment_nodes
 from planner.shard import shard

@@ -18,7 +18,7 @@ absolute. Ties are broken by memory, then by order.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ortools.math_opt.python import mathopt
@@ -29,7 +29,8 @@ from costmodels.hardware import Cluster
 from planner.costing import Pricing, conversion_cost, node_cost
 from planner.ir.graph import Graph, Leaf, Node, Ref, Value, map_refs
 from planner.ir.layout import REPLICATED, WHOLE, Pair
-from planner.segments import SHARED, node_classes
+from planner.segments import node_classes
+from planner.shard import SHARED, is_shared
 from planner.sharding_rules import Strategy, rule_of, strategies
 from planner.sharding_rules.cuts import find_cuts
 from planner.sharding_rules.localise import localise
@@ -37,6 +38,8 @@ from planner.sharding_rules.localise import localise
 MICROSECONDS_PER_S = 1e6
 # One byte held weighs as much as this many microseconds: only enough to decide between equal times.
 TIE_US_PER_BYTE = 1e-12
+# A trained weight is held with its gradient and two moments.
+STATES_A_WEIGHT = 4
 
 Keep = Callable[[Node, Strategy], bool]
 
@@ -72,12 +75,21 @@ def _stored(leaf: Leaf, pair: Pair) -> Pair:
     return pair if leaf.value.differentiable else pair.without_gradient()
 
 
-def solve_letters(graph: Graph, pricing: Pricing, keep: Keep | None = None, time_limit_s: float = 60.0) -> Letters:
+def solve_letters(
+    graph: Graph,
+    pricing: Pricing,
+    weights: Sequence[int] | None = None,
+    keep: Keep | None = None,
+    us_per_byte: float = 0.0,
+    time_limit_s: float = 60.0,
+) -> Letters:
     """The cheapest strategies for ``graph`` (one micro-batch of one dp rank) on the tp axis of ``pricing.mesh``.
 
-    ``keep(node, strategy)``: which strategies may be used; an operator left without one keeps all it has.
+    ``weights``: how many equal segments each segment stands for (planner.fold); 1 each by default. ``keep(node,
+    strategy)``: which strategies may be used; an operator left without one keeps all it has. ``us_per_byte``: a price on
+    memory, in microseconds per byte a device holds of weights (with their gradients and optimizer state) and results.
     """
-    program = _Program(graph, pricing, keep)
+    program = _Program(graph, pricing, weights, keep, us_per_byte)
     return program.solve(time_limit_s)
 
 
@@ -92,8 +104,12 @@ class _Choice:
 
 
 class _Program:
-    def __init__(self, graph: Graph, pricing: Pricing, keep: Keep | None) -> None:
+    def __init__(
+        self, graph: Graph, pricing: Pricing, weights: Sequence[int] | None, keep: Keep | None, us_per_byte: float
+    ) -> None:
         self.graph, self.pricing = graph, pricing
+        self.weights = weights
+        self.us_per_byte = us_per_byte + TIE_US_PER_BYTE
         self.k = pricing.mesh.degree("tp")
         self.model = mathopt.Model()
         self.terms: list[mathopt.LinearExpression | mathopt.LinearTerm] = []
@@ -103,12 +119,15 @@ class _Program:
         for node in graph.nodes:
             key = self.classes[node.name]
             self.representative.setdefault(key, node)
-            self.count[key] = self.count.get(key, 0) + 1
+            self.count[key] = self.count.get(key, 0) + self._weight(node.segment)
         self.options: dict[Hashable, tuple[Strategy, ...]] = {}
         self.x: dict[Hashable, list[mathopt.Variable]] = {}
         self._operators(keep)
         self._leaves()
         self._conversions()
+
+    def _weight(self, segment: int) -> int:
+        return 1 if self.weights is None or segment < 0 else self.weights[segment]
 
     # --- variables and costs of operators -----------------------------------------------------------------------------
 
@@ -123,7 +142,7 @@ class _Program:
                 found = tuple(s for s in found if s.name == "R")
             elif keep is not None:
                 found = tuple(s for s in found if keep(node, s)) or found
-            costs = [operator_cost_us(node, s, self.graph, self.pricing) for s in found]
+            costs = [operator_cost_us(node, s, self.graph, self.pricing, self.us_per_byte) for s in found]
             self._one_strategy(key, found, costs, self.count[key])
 
     def _one_strategy(self, key: Hashable, found: tuple[Strategy, ...], costs: list[float], count: int) -> None:
@@ -149,7 +168,8 @@ class _Program:
             leaf = leaves[0]
             pairs = self._leaf_pairs(leaf, written)
             options = tuple(Strategy(str(pair), (), (pair,)) for pair in pairs)
-            self._one_strategy(key, options, [self._leaf_cost_us(leaf, pair) for pair in pairs], len(leaves))
+            count = sum(self._weight(min(n.segment for n in self.graph.consumers[x.name])) if self.graph.consumers[x.name] else 1 for x in leaves)
+            self._one_strategy(key, options, [self._leaf_cost_us(leaf, pair) for pair in pairs], count)
 
     def _leaf_pairs(self, leaf: Leaf, written: set[str]) -> list[Pair]:
         whole = _stored(leaf, WHOLE)
@@ -173,7 +193,8 @@ class _Program:
             return 0.0
         local = replace(leaf.value, shape=pair.value.local_shape(leaf.value.shape, self.k))
         per_step = parameter_step_s(local, leaf, pair, self.pricing)
-        return per_step / self.pricing.micro_batches * MICROSECONDS_PER_S + TIE_US_PER_BYTE * local.size_bytes
+        held = STATES_A_WEIGHT * local.size_bytes
+        return per_step / self.pricing.micro_batches * MICROSECONDS_PER_S + self.us_per_byte * held
 
     # --- conversions --------------------------------------------------------------------------------------------------
 
@@ -193,11 +214,11 @@ class _Program:
             by_segment: dict[int, list[tuple[Hashable, int]]] = {}
             for node in self.graph.consumers[name]:
                 places = [(self.classes[node.name], i) for i, operand in enumerate(node.operands) if operand == name]
-                by_segment.setdefault(node.segment, []).extend(places)
-            for consumers in by_segment.values():
+                by_segment.setdefault(SHARED if is_shared(self.graph, name) else node.segment, []).extend(places)
+            for segment, consumers in by_segment.items():
                 group = (key, index, tuple(consumers))
                 known = found.get(group)
-                found[group] = (value, 1 if known is None else known[1] + 1)
+                found[group] = (value, self._weight(segment) + (0 if known is None else known[1]))
         return found
 
     def _flows(
@@ -302,8 +323,8 @@ def _by_pair(variables: list[mathopt.Variable], pairs: list[Pair]) -> dict[Pair,
     return found
 
 
-def operator_cost_us(node: Node, strategy: Strategy, graph: Graph, pricing: Pricing) -> float:
-    """Microseconds of an operator under a strategy: the price of the local nodes it becomes."""
+def operator_cost_us(node: Node, strategy: Strategy, graph: Graph, pricing: Pricing, us_per_byte: float = 0.0) -> float:
+    """Microseconds of an operator under a strategy: the price of the local nodes it becomes, and of what they hold."""
     k = pricing.mesh.degree("tp")
     values = dict(graph.values)
     names = iter(f"{node.name}.{i}" for i in range(len(node.operands)))
@@ -322,7 +343,7 @@ def operator_cost_us(node: Node, strategy: Strategy, graph: Graph, pricing: Pric
     values.update((value.name, value) for made in nodes for value in made.outputs)
     cost = sum(node_cost(made, values, pricing).total_s for made in nodes)
     held = sum(value.size_bytes for value in outputs) if node.output.differentiable else 0
-    return cost * MICROSECONDS_PER_S + TIE_US_PER_BYTE * held
+    return cost * MICROSECONDS_PER_S + us_per_byte * held
 
 
 def _with_operands(node: Node, names: list[str]) -> Node:

@@ -1,0 +1,304 @@
+"""A planned model and its ranks: what ``auto_parallelize`` returns.
+
+Ranks start at the first call that needs them. Locally they are processes of this machine, driven from here; under torchrun
+this process is one of them, and every method that talks to ranks must be called on all.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils import _pytree as pytree
+
+from planner.errors import BadInput
+from planner.ir.plan import Plan
+from planner.ir.program import Program
+from planner.trace import Batch, tensors_by_target
+from runtime.launch import LocalRanks
+from runtime.optimizer import describe_optimizer
+from runtime.worker import Rank
+
+OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+Named = dict[str, torch.Tensor | None]
+
+
+def default_optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+class Parallel:
+    """``plan``: the Plan. ``program``: what each stage runs; ``source(stage)`` is its text.
+
+    A context manager: leaving it stops the ranks. Prints as the plan.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        plan: Plan,
+        program: Program,
+        has_target: bool,
+        *,
+        start: Callable[[], LocalRanks] | None = None,
+        rank: Rank | None = None,
+    ) -> None:
+        self.plan = plan
+        self.program = program
+        self._model = model
+        self._has_target = has_target
+        self._start = start
+        self._ranks: LocalRanks | None = None
+        self._rank = rank
+        self._loaded = False
+        self._has_optimizer = False
+        self._step = 0
+
+    # --- running ------------------------------------------------------------------------------------------------------
+
+    def forward_backward(self, *args: Any, target: Any = None, **kwargs: Any) -> float:
+        """Run all micro-batches of one global batch; returns the loss, as the unsplit model would compute it.
+
+        ``args`` and ``kwargs`` as the model takes them, ``target`` as loss_fn does, whole. Gradients accumulate, as by
+        ``loss.backward()``. Raises BadInput when shapes or dtypes are not those of the example.
+        """
+        tensors = self._tensors(Batch(args, kwargs, target))
+        self._step += 1
+        return float(self._call("forward_backward", batch=tensors, step=self._step)[0])
+
+    def gradients(self) -> Named:
+        """{original name: whole gradient, on the CPU; None where single-device has None}."""
+        found = self._gathered("gradients")
+        names = {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
+        return {name: found.get(name) for name in names}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """{original name: whole tensor, on the CPU}: parameters and persistent buffers, as ``model.state_dict()``."""
+        found = self._gathered("state")
+        own = self._model.state_dict()
+        result: dict[str, torch.Tensor] = {}
+        for name, tensor in own.items():
+            trained = found.get(name)
+            result[name] = trained if trained is not None else tensor.detach().cpu()
+        return result
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        self._call("zero_grad")
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Scale gradients to a global norm of at most ``max_norm``; returns the norm before."""
+        return float(self._call("clip_grad_norm", max_norm=float(max_norm))[0])
+
+    def set_optimizer(self, optimizer: OptimizerFactory = default_optimizer) -> None:
+        """Give every rank its share of ``optimizer(parameters)``; the class must be importable, the options data."""
+        parameters = {name: p for name, p in self._model.named_parameters() if name in self._parameter_names()}
+        spec = describe_optimizer(optimizer, {name: p for name, p in parameters.items() if p.requires_grad})
+        self._call("optimizer", spec=spec)
+        self._has_optimizer = True
+
+    def step(self) -> None:
+        """One update by the optimizer."""
+        if not self._has_optimizer:
+            raise BadInput("no optimizer is set; call set_optimizer(lambda params: torch.optim.AdamW(params)) first")
+        self._call("step")
+
+    def train(
+        self,
+        batches: Iterable[Any],
+        optimizer: OptimizerFactory | None = None,
+        steps: int | None = None,
+        max_norm: float | None = None,
+        progress: bool = True,
+    ) -> list[float]:
+        """Train; returns the loss of every step.
+
+        ``batches``: each a ``(inputs, target)`` pair when there is a loss_fn (``inputs`` a tensor, tuple or dict), else a
+        tuple of inputs or a dict of keywords. They are repeated when they run out before ``steps`` (iterators end).
+        ``optimizer(parameters)`` makes the optimizer (AdamW, lr 1e-3, by default); called again without one, training
+        goes on with the last. ``max_norm``: clip gradients to it first.
+        """
+        if optimizer is not None or not self._has_optimizer:
+            self.set_optimizer(optimizer or default_optimizer)
+        losses: list[float] = []
+        with _progress_bar(progress and self._is_first) as bar:
+            task = bar.add_task("training", total=steps, loss="")
+            for batch in _repeated(batches, steps):
+                tensors = self._tensors(self._as_batch(batch))
+                self._step += 1
+                loss = float(self._call("train_step", batch=tensors, step=self._step, max_norm=max_norm)[0])
+                losses.append(loss)
+                bar.update(task, advance=1, loss=f"loss {loss:.4f}")
+        return losses
+
+    def measure(self, tensors: Mapping[str, torch.Tensor], steps: int) -> list[float]:
+        """Seconds of ``steps`` training steps on ``tensors`` (by input name), after one that warms up: the slowest rank's."""
+        times = self._call("measure", batch=dict(tensors), steps=steps + 1)
+        return [max(per_step) for per_step in zip(*times, strict=True)][1:]
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """This rank's shares of the parameters, for an optimizer of the user's own. Only under torchrun."""
+        if self._rank is None:
+            raise BadInput("parameters live in the ranks' processes; start the script with torchrun to hold them, or use train()")
+        self._ready()
+        yield from self._rank.module.parameters()
+
+    def save(self, path: str | Path) -> None:
+        """Write a checkpoint folder (weights, buffers, optimizer state) that any other plan can load."""
+        self._call("save", path=str(path))
+
+    def load(self, path: str | Path) -> None:
+        """Read a checkpoint written by ``save``, of this or another plan of the model."""
+        self._call("load_checkpoint", path=str(path))
+
+    def peak_memory_bytes(self) -> list[int]:
+        """Of each rank (locally), or of this one (under torchrun)."""
+        return [int(peak) for peak in self._call("peak_memory_bytes")]
+
+    # --- looking ------------------------------------------------------------------------------------------------------
+
+    def source(self, stage: int = 0) -> str:
+        """The Python text a stage runs."""
+        return self.program.stages[stage].source
+
+    def __str__(self) -> str:
+        from planner.report import plan_text
+
+        return plan_text(self.plan)
+
+    def __repr__(self) -> str:
+        from planner.report import summary
+
+        return f"<Parallel {summary(self.plan)}>"
+
+    def _repr_html_(self) -> str:
+        from planner.report import plan_html
+
+        return plan_html(self.plan)
+
+    # --- ranks --------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop the local ranks; does nothing under torchrun or when none run."""
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def __enter__(self) -> Parallel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def _is_first(self) -> bool:
+        return self._rank is None or torch.distributed.get_rank() == 0
+
+    def _call(self, method: str, **arguments: Any) -> list[Any]:
+        """``method`` on every rank; their results (under torchrun: this one's)."""
+        self._ready()
+        if self._rank is not None:
+            return [getattr(self._rank, method)(**arguments)]
+        assert self._ranks is not None
+        return self._ranks.call(method, arguments)
+
+    def _ready(self) -> None:
+        """Start the ranks and give each its weights, once."""
+        if self._loaded:
+            return
+        state = self._initial_state()
+        if self._rank is not None:
+            self._rank.load(self.program, state)
+        else:
+            assert self._start is not None
+            self._ranks = self._start()
+            with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+                path = Path(folder) / "weights.pt"
+                torch.save(state, path)
+                self._ranks.call("load", {"program": self.program.to_dict(), "state": str(path)})
+        self._loaded = True
+
+    def _initial_state(self) -> dict[str, torch.Tensor]:
+        specs = {spec.target: spec for stage in self.program.stages for spec in stage.states}
+        tensors = tensors_by_target(self._model, specs)
+        missing = [name for name, tensor in tensors.items() if tensor.device.type == "meta"]
+        if missing:
+            raise BadInput(
+                f"parameter {missing[0]!r} is on meta and has no values, so the plan can be looked at but not run; "
+                "build the model with weights"
+            )
+        return {name: t.detach().to(getattr(torch, specs[name].dtype)) for name, t in tensors.items()}
+
+    def _parameter_names(self) -> set[str]:
+        return {spec.target for stage in self.program.stages for spec in stage.states if not spec.is_buffer}
+
+    def _gathered(self, method: str) -> Named:
+        results = self._call(method)
+        if self._rank is not None:
+            return self._rank.gather_over_stages(results[0])
+        merged: Named = {}
+        for result in results:
+            merged.update(result)
+        return merged
+
+    # --- batches ------------------------------------------------------------------------------------------------------
+
+    def _as_batch(self, batch: Any) -> Batch:
+        if isinstance(batch, Batch):
+            return batch
+        target = None
+        if self._has_target:
+            if not isinstance(batch, tuple | list) or len(batch) < 2:
+                raise BadInput("each batch must be an (inputs, target) pair, because the plan has a loss_fn")
+            inputs, target = (batch[0], batch[1]) if len(batch) == 2 else (tuple(batch[:-1]), batch[-1])
+        else:
+            inputs = batch
+        if isinstance(inputs, Mapping):
+            return Batch((), dict(inputs), target)
+        return Batch(tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}, target)
+
+    def _tensors(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """The program's inputs, by name, from what the user passed."""
+        arguments = (batch.args, dict(batch.kwargs), batch.target)
+        by_path = {pytree.keystr(path): value for path, value in pytree.tree_flatten_with_path(arguments)[0]}
+        tensors = {}
+        for spec in self.program.inputs:
+            value = by_path.get(spec.path)
+            if not isinstance(value, torch.Tensor):
+                raise BadInput(f"the batch lacks {_spoken(spec.path)}; pass batches of the same form as the example")
+            dtype = getattr(torch, spec.dtype)
+            if value.is_floating_point() and dtype.is_floating_point:
+                value = value.to(dtype)
+            tensors[spec.name] = value
+        return tensors
+
+
+def _spoken(path: str) -> str:
+    """'[0][1]' -> 'positional input 1', '[1]["labels"]' -> "['labels']", '[2]' -> 'the target'."""
+    if path.startswith("[2]"):
+        return "the target" + path[3:]
+    return f"input {path[3:]}" if path.startswith("[1]") else f"positional input {path[3:].strip('[]')}"
+
+
+def _repeated(batches: Iterable[Any], steps: int | None) -> Iterator[Any]:
+    """Items of ``batches``, over again until there are ``steps``; an iterator cannot be repeated and ends."""
+    count = 0
+    while steps is None or count < steps:
+        before = count
+        for batch in batches:
+            if steps is not None and count >= steps:
+                return
+            count += 1
+            yield batch
+        if steps is None or count == before or isinstance(batches, Iterator):
+            return
+
+
+def _progress_bar(shown: bool) -> Progress:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"), TimeRemainingColumn())
+    return Progress(*columns, console=console, disable=not shown or not console.is_terminal, transient=True)

@@ -1,0 +1,189 @@
+"""Hand-picked strategies, in one compact grammar, made into Plans by the same parts as the solver's.
+
+    ddp      dp{N} zero=0                     the batch over all devices
+    fsdp     dp{N} zero=3                     the same, weights sharded
+    tp       tp{N}                            every operator over all devices, weights by Megatron's pattern
+    model    pp{N} mb=1                       layers over devices, one batch at a time
+    gpipe    pp{N} schedule=gpipe             layers and micro-batches
+    1f1b     pp{N} schedule=1f1b
+    pp2.dp2.tp2 mb=8 zero=3 recompute=full schedule=1f1b        any mix; what is left out has the default below
+
+``mb`` is the number of micro-batches of a step. Defaults: mb=1 without stages, else the largest divisor of a dp rank's
+batch up to 4 a stage; zero=0; recompute=none; schedule=1f1b where there are enough micro-batches, else gpipe.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.errors import BadInput
+from planner.ir.graph import Node
+from planner.ir.mesh import Mesh
+from planner.ir.plan import SCHEDULES, Plan
+from planner.segment_cost import SegmentCost
+from planner.sharding_rules import Strategy, base_name
+from planner.solve.configuration import FAST, Configuration, Evaluator
+from planner.solve.search import divisors
+
+NAMED = ("ddp", "fsdp", "tp", "model", "gpipe", "1f1b")
+MEGATRON = "megatron"
+MICRO_BATCHES_A_STAGE = 4
+WEIGHT_LETTERS = {
+    "linear": "io", "addmm": "io", "conv1d": "cog", "conv2d": "cog", "conv3d": "cog", "embedding": "vh", "mm": "io",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HandPicked:
+    """A parsed strategy; None: the default."""
+
+    text: str
+    mesh: Mesh
+    micro_batches: int | None = None
+    zero: int = 0
+    recompute: bool = False
+    schedule: str | None = None
+
+
+def parse_strategy(text: str, gpus: int) -> HandPicked:
+    """Read a strategy for ``gpus`` devices. Raises BadInput naming the word that is wrong."""
+    words = text.split()
+    if not words:
+        raise BadInput(f"the strategy is empty; write one of {', '.join(NAMED)} or for example pp2.dp2.tp2 mb=8")
+    mesh, named = _mesh(words[0], gpus, text)
+    options = {**named, **_options(words[1:], text)}
+    if mesh.size != gpus:
+        raise BadInput(f"strategy {text!r} is for {mesh.size} devices, but {gpus} are to be used; make the degrees multiply to {gpus}")
+    return HandPicked(
+        text,
+        mesh,
+        options.get("mb"),  # type: ignore[arg-type]
+        int(options.get("zero", 0)),
+        options.get("recompute", "none") == "full",
+        options.get("schedule"),  # type: ignore[arg-type]
+    )
+
+
+def _mesh(word: str, gpus: int, text: str) -> tuple[Mesh, dict[str, int | str]]:
+    known: dict[str, tuple[Mesh, dict[str, int | str]]] = {
+        "ddp": (Mesh(dp=gpus), {}),
+        "fsdp": (Mesh(dp=gpus), {"zero": 3}),
+        "tp": (Mesh(tp=gpus), {}),
+        "model": (Mesh(pp=gpus), {"mb": 1, "schedule": "gpipe"}),
+        "gpipe": (Mesh(pp=gpus), {"schedule": "gpipe"}),
+        "1f1b": (Mesh(pp=gpus), {"schedule": "1f1b"}),
+    }
+    if word in known:
+        return known[word]
+    try:
+        return Mesh.parse(word), {}
+    except ValueError:
+        raise BadInput(
+            f"strategy {text!r} starts with {word!r}; write auto, {', '.join(NAMED)} or a mesh such as pp2.dp2.tp2"
+        ) from None
+
+
+def _options(words: Sequence[str], text: str) -> dict[str, int | str]:
+    found: dict[str, int | str] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        if key == "mb" and re.fullmatch(r"[1-9]\d*", value):
+            found[key] = int(value)
+        elif key == "zero" and value in ("0", "3"):
+            found[key] = int(value)
+        elif (key == "recompute" and value in ("none", "full")) or (key == "schedule" and value in SCHEDULES):
+            found[key] = value
+        else:
+            raise BadInput(
+                f"strategy {text!r}: {word!r} is not an option; the options are mb=<number>, zero=0|3, "
+                f"recompute=none|full, schedule={'|'.join(SCHEDULES)}"
+            )
+    return found
+
+
+def plan_by_hand(evaluator: Evaluator, text: str) -> Plan:
+    """The plan of a hand-picked strategy: stages of even time, weights cut as Megatron does on tp.
+
+    Raises BadInput when the strategy cannot be used for this model and batch, saying why. A plan that does not fit the
+    memory comes back all the same: its estimate says by how much.
+    """
+    problem = evaluator.problem
+    picked = parse_strategy(text, problem.cluster.gpus)
+    mesh, batch = picked.mesh, problem.graph.batch_size
+    if batch % mesh.dp:
+        raise BadInput(f"strategy {text!r} cuts the batch of {batch} into {mesh.dp}; use a batch divisible by {mesh.dp}")
+    if mesh.pp > evaluator.segments:
+        raise BadInput(
+            f"strategy {text!r} asks for {mesh.pp} stages, but the model has only {evaluator.segments} segments to "
+            f"place on them; use at most pp{evaluator.segments}"
+        )
+    micro_batches, notes = _micro_batches(evaluator, picked)
+    schedule = picked.schedule or ("1f1b" if mesh.pp > 1 and micro_batches >= mesh.pp else "gpipe")
+    if schedule == "1f1b" and micro_batches < mesh.pp:
+        if picked.micro_batches is not None:
+            raise BadInput(
+                f"strategy {text!r}: 1f1b needs at least as many micro-batches as stages ({mesh.pp}); "
+                f"use mb={mesh.pp} or more, or schedule=gpipe"
+            )
+        schedule = "gpipe"
+        notes = (*notes, f"run as gpipe: 1f1b needs at least {mesh.pp} micro-batches")
+    configuration = Configuration(mesh, micro_batches, picked.zero if mesh.dp > 1 else 0, schedule)
+    evaluator.split(mesh.dp, micro_batches)
+    letters = evaluator.letters(configuration, MEGATRON, megatron) if mesh.tp > 1 else evaluator.letters(configuration, FAST)
+    recompute = (picked.recompute,) * evaluator.segments
+    stages = even_stages(evaluator.costs(configuration, letters), recompute, mesh.pp)
+    return evaluator.build_plan(configuration, letters, stages, recompute, text, notes=notes)
+
+
+def _micro_batches(evaluator: Evaluator, picked: HandPicked) -> tuple[int, tuple[str, ...]]:
+    """The number of micro-batches, and a note where the model allows only one."""
+    batch, mesh = evaluator.problem.graph.batch_size, picked.mesh
+    if picked.micro_batches is not None:
+        if batch % (mesh.dp * picked.micro_batches):
+            raise BadInput(
+                f"strategy {picked.text!r}: a batch of {batch} cannot be cut into {mesh.dp} x {picked.micro_batches} "
+                f"equal parts; mb must divide {batch // mesh.dp}"
+            )
+        return picked.micro_batches, ()
+    if mesh.pp == 1:
+        return 1, ()
+    count = max(d for d in divisors(batch // mesh.dp) if d <= MICRO_BATCHES_A_STAGE * mesh.pp)
+    if count > 1:
+        try:
+            evaluator.split(mesh.dp, count)
+        except BadInput as error:
+            return 1, (f"one micro-batch: {error}",)
+    return count, ()
+
+
+def megatron(node: Node, strategy: Strategy) -> bool:
+    """Operators that hold weights must cut them (column, row, heads, vocabulary, channels); the rest is free.
+
+    Shoeybi and others, Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism, 2019.
+    """
+    letters = WEIGHT_LETTERS.get(base_name(node.op))
+    return letters is None or (strategy.letter != "" and strategy.letter in letters)
+
+
+def even_stages(costs: Sequence[SegmentCost], recompute: Sequence[bool], pp: int) -> tuple[tuple[int, int], ...]:
+    """The split into ``pp`` stages whose slowest takes least (the linear partition problem, by dynamic programming)."""
+    times = [c.forward_s + c.backward_s + (c.forward_s if again else 0) for c, again in zip(costs, recompute, strict=True)]
+    prefix = [0.0]
+    for t in times:
+        prefix.append(prefix[-1] + t)
+    n = len(times)
+    best: list[list[tuple[float, int]]] = [[(prefix[end], 0) for end in range(n + 1)]]
+    for stages in range(2, pp + 1):
+        row = [(float("inf"), 0)] * (n + 1)
+        for end in range(stages, n + 1):
+            row[end] = min(
+                (max(best[-1][start][0], prefix[end] - prefix[start]), start) for start in range(stages - 1, end)
+            )
+        best.append(row)
+    ends = [n]
+    for row in reversed(best[1:]):
+        ends.append(row[ends[-1]][1])
+    edges = [0, *reversed(ends)]
+    return tuple(zip(edges, edges[1:], strict=False))
