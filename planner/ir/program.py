@@ -1,7 +1,7 @@
 """The lowered program: what each stage runs, as data. Made by ``planner.lower``, run by ``runtime``.
 
-A ``Program`` holds one ``StageProgram`` a stage. A stage is Python source text (readable, run as it stands) together with
-the tensors it owns. The source defines one class a distinct segment and the class ``Stage``:
+A ``Program`` holds one ``StageProgram`` a stage. A stage is Python source text (readable, run as it stands) together
+with the tensors it owns. The source defines one class a distinct segment and the class ``Stage``:
 
     class Block(Segment):                    # one class per distinct segment
         def forward(self, add_1, mul_3):     # weights are attributes: self.attn_q_proj_weight
@@ -83,9 +83,10 @@ class TensorSpec:
 class StateSpec:
     """A parameter or buffer of a stage.
 
-    ``target``: name in the original model (``aliases``: its further names there). ``shape``: global. ``placement``: how the
-    tp axis holds it. ``segment``: index in ``StageProgram.segments`` of the module that owns it, None for the stage itself
-    (shared by several segments). ``attributes``: attribute names it is bound to, as (segment index or None, name) pairs.
+    ``target``: name in the original model (``aliases``: its further names there). ``shape``: global. ``placement``: how
+    the tp axis holds it. ``segment``: index in ``StageProgram.segments`` of the module that owns it, None for the stage
+    itself (shared by several segments). ``attributes``: attribute names it is bound to, as (segment index or None,
+    name) pairs.
     ``sum_over_tp``: its gradient is partial on tp and is summed once a step.
     ``tied_stages``: all stages that hold a copy (gradients are summed over them); just this stage when not shared.
     """
@@ -105,7 +106,7 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class SegmentSpec:
-    """One segment of a stage: the class in the source that runs it, and whether its forward is recomputed in backward."""
+    """One segment of a stage: the class in the source that runs it, and whether backward recomputes its forward."""
 
     class_name: str
     label: str
@@ -127,7 +128,10 @@ class StageProgram:
 
 @dataclass(frozen=True)
 class InputSpec:
-    """A tensor of the user's batch. ``path``: where it sits in (args, kwargs) as a key path text, '[0][0]' or '[1]["labels"]'."""
+    """A tensor of the user's batch.
+
+    ``path``: where it sits in (args, kwargs), as a key path text: '[0][0]' or '[1]["labels"]'.
+    """
 
     name: str
     path: str
@@ -162,7 +166,9 @@ class Program:
         program = _read(Program, data, "program")
         assert isinstance(program, Program)
         if len(program.stages) != program.mesh.pp:
-            raise InvalidPlan(f"the program has {len(program.stages)} stages for a mesh of {program.mesh}. Lower the plan again.")
+            raise InvalidPlan(
+                f"the program has {len(program.stages)} stages for a mesh of {program.mesh}. Lower the plan again."
+            )
         return program
 
 
@@ -190,7 +196,9 @@ def _read(annotation: Any, value: Any, where: str) -> Any:
         _check(isinstance(value, list | tuple), where, "a list", value)
         kinds = (arguments[0],) * len(value) if arguments[-1] is Ellipsis else arguments
         _check(len(kinds) == len(value), where, f"a list of {len(kinds)}", value)
-        return tuple(_read(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(kinds, value, strict=True)))
+        return tuple(
+            _read(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(kinds, value, strict=True))
+        )
     if annotation in (Mesh, Placement):
         _check(isinstance(value, str), where, "text", value)
         try:
@@ -201,7 +209,12 @@ def _read(annotation: Any, value: Any, where: str) -> Any:
         names = _field_types(annotation)  # type: ignore[arg-type]
         _check(isinstance(value, Mapping) and set(value) == set(names), where, f"the fields of {annotation}", value)
         return annotation(**{name: _read(kind, value[name], f"{where}.{name}") for name, kind in names.items()})  # type: ignore[operator]
-    _check(isinstance(value, annotation) and (annotation is not int or not isinstance(value, bool)), where, annotation.__name__, value)
+    _check(
+        isinstance(value, annotation) and (annotation is not int or not isinstance(value, bool)),
+        where,
+        annotation.__name__,
+        value,
+    )
     return value
 
 

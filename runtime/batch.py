@@ -1,0 +1,66 @@
+"""A rank's share of the global batch: rows of its dp coordinate, then micro-batches.
+
+With B rows, dp index d of D and M micro-batches, micro-batch m holds the B / (D M) rows from d B / D + m B / (D M).
+Inputs that are not batched go whole to every micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from planner.errors import BadInput
+from planner.ir.program import RNG, InputSpec, Program
+from runtime.collectives import Axis
+
+Keywords = dict[str, torch.Tensor]
+
+
+def micro_batches(
+    program: Program, names: Iterable[str], batch: Mapping[str, torch.Tensor], dp: Axis, device: torch.device, step: int
+) -> list[Keywords]:
+    """The inputs ``names`` of each micro-batch on ``device``; ``rng`` among them stays on the CPU.
+
+    Raises BadInput when an input is missing or has another shape or dtype than the program was made for.
+    """
+    specs = {spec.name: spec for spec in program.inputs}
+    result: list[Keywords] = [{} for _ in range(program.micro_batches)]
+    for name in names:
+        if name == RNG:
+            for i, keywords in enumerate(result):
+                keywords[RNG] = torch.tensor([program.seed, step, i], dtype=torch.int64)
+            continue
+        spec = specs[name]
+        whole = _checked(spec, batch)
+        if not spec.batched:
+            moved = whole.to(device, non_blocking=True)
+            for keywords in result:
+                keywords[name] = moved
+            continue
+        rows, rest = divmod(whole.shape[0], dp.size * program.micro_batches)
+        if rest:
+            raise BadInput(
+                f"input {spec.path} has {whole.shape[0]} rows, which {dp.size} data-parallel shards of "
+                f"{program.micro_batches} micro-batches cannot share evenly. Use a batch divisible by their product."
+            )
+        first = dp.index * rows * program.micro_batches
+        mine = whole.narrow(0, first, rows * program.micro_batches).to(device, non_blocking=True)
+        for keywords, rows_of_one in zip(result, mine.split(rows), strict=True):
+            keywords[name] = rows_of_one
+    return result
+
+
+def _checked(spec: InputSpec, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    if spec.name not in batch:
+        raise BadInput(
+            f"the batch has no {spec.path} (input {spec.name}). Pass inputs of the same form as the example."
+        )
+    tensor = batch[spec.name]
+    dtype = getattr(torch, spec.dtype)
+    if tuple(tensor.shape) != spec.shape or tensor.dtype != dtype:
+        raise BadInput(
+            f"input {spec.path} is {tensor.dtype} {list(tensor.shape)}; the plan is for {dtype} {list(spec.shape)}. "
+            "Pass batches of that shape, or plan again with an example of the new one."
+        )
+    return tensor.detach()

@@ -1,0 +1,123 @@
+"""Turns the source of a stage into a module that owns the stage's tensors.
+
+The source (planner.ir.program) is compiled as it stands; the names ``tp``, ``dp`` and ``device`` are its only globals
+set from outside. Each tensor is registered once, as a plain local tensor under the attribute name the source uses, on
+its segment or, when several segments share it, on the stage; every further name is looked up at each access, so that
+FSDP and ``to_empty`` may exchange the tensor. A segment marked for recomputation keeps only its arguments between
+forward and backward (torch.utils.checkpoint).
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from planner.errors import InvalidPlan
+from planner.ir.program import StageProgram, StateSpec
+from runtime.collectives import Axis
+
+
+class _Owner(nn.Module):
+    """A module with further names for tensors, its own or another module's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__dict__["_further_names"] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        found = self.__dict__.get("_further_names", {}).get(name)
+        return super().__getattr__(name) if found is None else getattr(*found)
+
+
+class Segment(_Owner):
+    """Base of the segment classes of a source: operators of one link of the chain of cuts."""
+
+
+class StageModule(_Owner):
+    """Base of the class ``Stage`` of a source. ``held``: its tensors, in the order of the program."""
+
+    segments: nn.ModuleList
+    held: tuple[Held, ...]
+
+    def prologue(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """This micro-batch's global counts; a source without counts has none."""
+        return ()
+
+
+@dataclass(frozen=True)
+class Held:
+    """Where a stage keeps the tensor of ``spec``: registered as ``attribute`` of ``module``."""
+
+    spec: StateSpec
+    module: nn.Module
+    attribute: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The local tensor: a parameter or buffer; a DTensor on dp where FSDP shards it."""
+        return cast(torch.Tensor, getattr(self.module, self.attribute))
+
+
+def build_stage(stage: StageProgram, axes: Mapping[str, Axis], device: torch.device) -> StageModule:
+    """The module of ``stage``, its tensors still on the meta device (``runtime.state.fill`` gives them values).
+
+    ``axes``: at least ``tp`` and ``dp``. ``device``: where the source creates tensors. Raises InvalidPlan when the
+    source does not define what the stage names.
+    """
+    namespace = _run_source(stage, axes, device)
+    module = _instance(namespace, "Stage", StageModule, stage)
+    module.segments = nn.ModuleList(_instance(namespace, spec.class_name, Segment, stage) for spec in stage.segments)
+    module.__dict__["held"] = tuple(_register(spec, module, i, axes["tp"]) for i, spec in enumerate(stage.states))
+    for segment, segment_spec in zip(module.segments, stage.segments, strict=True):
+        if segment_spec.recompute:
+            segment.forward = functools.partial(
+                checkpoint, segment.forward, use_reentrant=False, preserve_rng_state=False
+            )
+    return module
+
+
+def _run_source(stage: StageProgram, axes: Mapping[str, Axis], device: torch.device) -> dict[str, Any]:
+    """Executes the module text; tracebacks show its lines."""
+    filename = f"<stage {stage.index}>"
+    linecache.cache[filename] = (len(stage.source), None, stage.source.splitlines(keepends=True), filename)
+    name = f"stage_{stage.index}"
+    namespace: dict[str, Any] = {"__name__": name, "tp": axes["tp"], "dp": axes["dp"], "device": device}
+    exec(compile(stage.source, filename, "exec", dont_inherit=True), namespace)
+    return namespace
+
+
+def _instance(namespace: Mapping[str, Any], name: str, base: type, stage: StageProgram) -> Any:
+    made = namespace.get(name)
+    if not isinstance(made, type) or not issubclass(made, base):
+        raise InvalidPlan(
+            f"the source of stage {stage.index} defines no class {name} ({base.__name__}). Lower the plan again."
+        )
+    return made()
+
+
+def _register(spec: StateSpec, stage: StageModule, number: int, tp: Axis) -> Held:
+    module = stage if spec.segment is None else stage.segments[spec.segment]
+    own = [name for segment, name in spec.attributes if segment == spec.segment]
+    if not own and spec.segment is not None:
+        raise InvalidPlan(
+            f"{spec.target} has no attribute in segment {spec.segment}, which owns it. Lower the plan again."
+        )
+    attribute = own[0] if own else f"shared_{number}"
+    shape = spec.placement.local_shape(spec.shape, tp.size)
+    tensor = torch.empty(shape, dtype=getattr(torch, spec.dtype), device="meta")
+    if spec.is_buffer:
+        module.register_buffer(attribute, tensor)
+    else:
+        module.register_parameter(attribute, nn.Parameter(tensor, requires_grad=spec.trainable))
+    for segment, name in spec.attributes:
+        user = stage if segment is None else stage.segments[segment]
+        if (segment, name) != (spec.segment, attribute):
+            user.__dict__["_further_names"][name] = (module, attribute)
+    return Held(spec, module, attribute)

@@ -1,0 +1,258 @@
+"""One rank of a lowered program: loads its stage, runs training steps, answers for its share of the state.
+
+``Rank`` is driven in two ways by the same methods: by a controlling process, which may call the methods in ``REMOTE``
+by name with plain data and tensors, the same call on every rank; and in-process under torchrun. Every method is
+collective over all ranks unless it says otherwise.
+
+A step is: this rank's rows, cut into micro-batches; the global counts (sums over micro-batches of ``Stage.prologue``);
+forward and backward of every micro-batch by the schedule; sums of gradients over ranks. Nothing is averaged.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from planner.errors import BadInput
+from planner.ir.program import Program, StageProgram
+from runtime import checkpoint, state
+from runtime.batch import Keywords, micro_batches
+from runtime.collectives import Axis
+from runtime.device import peak_memory_bytes, reset_peak_memory, synchronize
+from runtime.gradients import GradientReducer, clip_gradients
+from runtime.groups import Groups
+from runtime.optimizer import StageOptimizer
+from runtime.schedule import StageRunner
+from runtime.stage_module import StageModule, build_stage
+
+Named = dict[str, torch.Tensor | None]
+
+
+class Rank:
+    """A rank of a program. ``torch.distributed`` must be initialized already when there is more than one.
+
+    ``rank`` and ``world_size`` must be those of its default group. ``timeout_s``: of every collective.
+    """
+
+    REMOTE = frozenset(
+        {
+            "load", "forward_backward", "gradients", "state", "optimizer", "step", "zero_grad", "train_step",
+            "clip_grad_norm", "save", "load_checkpoint", "peak_memory_bytes", "measure",
+        }
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        rank: int = 0,
+        world_size: int = 1,
+        timeout_s: float = 600.0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.device = torch.device(device)
+        self._groups = Groups(timeout_s)
+        if (rank, world_size) != (self._groups.rank, self._groups.world_size):
+            raise BadInput(
+                f"rank {rank} of {world_size} was asked for, but the process group says rank {self._groups.rank} "
+                f"of {self._groups.world_size}. Initialize torch.distributed first."
+            )
+        self._loaded: _Loaded | None = None
+
+    def load(self, program: Program | Mapping[str, Any], state: str | Path | Mapping[str, torch.Tensor]) -> None:
+        """Build this rank's stage and fill it; replaces what was loaded before.
+
+        ``program``: a Program, or its ``to_dict()``. ``state``: original name -> whole tensor, or the path of a file of
+        it written by ``torch.save``, which is mapped into memory so that only this rank's part is read.
+        Raises BadInput when the number of processes, a name or a shape does not fit; InvalidPlan for a broken program.
+        """
+        if not isinstance(program, Program):
+            program = Program.from_dict(program)
+        self._loaded = None
+        source = state if isinstance(state, Mapping) else torch.load(state, mmap=True, weights_only=True)
+        reset_peak_memory(self.device)
+        self._loaded = _Loaded(program, self._groups, source, self.device)
+
+    @property
+    def program(self) -> Program:
+        return self._here.program
+
+    @property
+    def module(self) -> StageModule:
+        """This rank's stage."""
+        return self._here.module
+
+    @property
+    def _here(self) -> _Loaded:
+        if self._loaded is None:
+            raise BadInput("no program is loaded on this rank; call load(program, state) first")
+        return self._loaded
+
+    def named_parameters(self) -> dict[str, torch.Tensor]:
+        """Original name -> local parameter (a DTensor under ZeRO-3) of this rank's stage. Not collective."""
+        return {h.spec.target: h.tensor for h in self._here.module.held if not h.spec.is_buffer}
+
+    def forward_backward(self, batch: Mapping[str, torch.Tensor], step: int = 0) -> float:
+        """Run all micro-batches of ``batch``, input name -> whole global tensor; returns the global loss on every rank.
+
+        Gradients accumulate, as by ``loss.backward()``. ``step`` seeds random operators. Raises BadInput for a missing
+        input, another shape or dtype.
+        """
+        here = self._here
+        keywords = here.keywords(batch, step)
+        here.reducer.start()
+        loss = here.runner.run(keywords)
+        here.reducer.finish()
+        return here.global_loss(loss)
+
+    def gradients(self) -> Named:
+        """Original name -> whole gradient, on the CPU; None where there is none. Trainable parameters of this stage.
+
+        Only the first rank of a stage (dp = tp = 0) returns them, the others {}.
+        """
+        here = self._here
+        result: Named = {}
+        for h in state.owned(here.module.held, here.stage.index):
+            if h.spec.is_buffer or not h.spec.trainable:
+                continue
+            gradient = h.tensor.grad
+            whole = None if gradient is None else state.assemble(gradient, h.spec, here.axes)
+            if here.answers:
+                result[h.spec.target] = None if whole is None else whole.detach().to("cpu", copy=True)
+        return result
+
+    def state(self) -> Named:
+        """Original name -> whole parameter or buffer of this stage, on the CPU; further names of a tensor share it.
+
+        Only the first rank of a stage (dp = tp = 0) returns them, the others {}.
+        """
+        here = self._here
+        result: Named = {}
+        for h in state.owned(here.module.held, here.stage.index):
+            whole = state.assemble(h.tensor, h.spec, here.axes)
+            if here.answers:
+                result.update(dict.fromkeys((h.spec.target, *h.spec.aliases), whole.to("cpu", copy=True)))
+        return result
+
+    def gather_over_stages(self, mapping: Mapping[str, torch.Tensor | None]) -> Named:
+        """What ``gradients`` or ``state`` returned, of all stages, on every rank and on the CPU."""
+        return state.gather_over_stages(self._here.program, mapping, self._groups.rank, self.device)
+
+    def optimizer(self, spec: Mapping[str, Any]) -> None:
+        """Build the optimizer described by ``runtime.optimizer.describe_optimizer``. Not collective."""
+        trainable = {name: p for name, p in self.named_parameters().items() if p.requires_grad}
+        self._here.optimizer = StageOptimizer(spec, trainable)
+
+    def step(self) -> None:
+        """One update by the optimizer. Not collective."""
+        self._optimizer.step()
+
+    @property
+    def _optimizer(self) -> StageOptimizer:
+        if self._here.optimizer is None:
+            raise BadInput("no optimizer is set; call optimizer(describe_optimizer(factory, named_parameters)) first")
+        return self._here.optimizer
+
+    def zero_grad(self) -> None:
+        """Drop all gradients. Not collective."""
+        for h in self._here.module.held:
+            h.tensor.grad = None
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Scale gradients to a global 2-norm of at most ``max_norm``; returns the norm before, of the whole model."""
+        here = self._here
+        return clip_gradients(here.module.held, here.axes, self._groups.world, self.device, max_norm)
+
+    def train_step(self, batch: Mapping[str, torch.Tensor], step: int = 0, max_norm: float | None = None) -> float:
+        """Zero gradients, forward and backward, clip (if ``max_norm`` is given), update; returns the global loss."""
+        optimizer = self._optimizer
+        self.zero_grad()
+        loss = self.forward_backward(batch, step)
+        if max_norm is not None:
+            self.clip_grad_norm(max_norm)
+        optimizer.step()
+        return loss
+
+    def save(self, path: str) -> None:
+        """Write a checkpoint folder that any number of ranks, or the plain module, can load (runtime.checkpoint)."""
+        here = self._here
+        checkpoint.save_checkpoint(path, here.module.held, here.optimizer, here.axes)
+
+    def load_checkpoint(self, path: str) -> None:
+        """Read weights and buffers, and the optimizer's memory where ``optimizer`` was called before."""
+        here = self._here
+        checkpoint.load_checkpoint(path, here.module.held, here.optimizer, here.axes)
+
+    def peak_memory_bytes(self) -> int:
+        """Peak since ``load``: of tensors on a GPU; of the whole process, since its start, on a CPU. Not collective."""
+        return peak_memory_bytes(self.device)
+
+    def measure(self, batch: Mapping[str, torch.Tensor], steps: int) -> list[float]:
+        """Seconds of each of ``steps`` training steps on this rank, all ranks starting together.
+
+        A step updates the weights when an optimizer is set; otherwise it is forward and backward alone.
+        """
+        times_s = []
+        for number in range(steps):
+            synchronize(self.device)
+            if self._groups.world is not None:
+                dist.barrier()
+            start_s = time.perf_counter()
+            if self._here.optimizer is not None:
+                self.train_step(batch, number)
+            else:
+                self.zero_grad()
+                self.forward_backward(batch, number)
+            synchronize(self.device)
+            times_s.append(time.perf_counter() - start_s)
+        return times_s
+
+
+class _Loaded:
+    """A program on this rank: its stage with weights, and what runs and reduces it."""
+
+    def __init__(
+        self, program: Program, groups: Groups, source: Mapping[str, torch.Tensor], device: torch.device
+    ) -> None:
+        self.program, self.device = program, device
+        self.axes: dict[str, Axis] = groups.axes(program.mesh)
+        self.world = groups.world
+        self.stage: StageProgram = program.stages[self.axes["pp"].index]
+        self.answers = self.axes["dp"].index == self.axes["tp"].index == 0
+        self.module = build_stage(self.stage, self.axes, device)
+        if program.zero == 3:
+            state.shard_segments(self.module, program, self.axes["dp"], device)
+        state.fill(self.module, source, self.axes, device)
+        shared = {s.tied_stages for stage in program.stages for s in stage.states if len(s.tied_stages) > 1}
+        tied = {stages: groups.over_stages(program.mesh, stages) for stages in sorted(shared)}
+        self.reducer = GradientReducer(self.module.held, self.axes, tied, program.micro_batches)
+        self.runner = StageRunner(self.module, program, self.axes["pp"], device)
+        self.optimizer: StageOptimizer | None = None
+
+    def keywords(self, batch: Mapping[str, torch.Tensor], step: int) -> list[Keywords]:
+        """The keyword arguments of the stage for each micro-batch: its inputs and the global counts."""
+        stage, dp = self.stage, self.axes["dp"]
+        result = micro_batches(self.program, stage.inputs, batch, dp, self.device, step)
+        if stage.counts:
+            inputs = micro_batches(self.program, stage.prologue_inputs, batch, dp, self.device, step)
+            with torch.no_grad():
+                shares = [self.module.prologue(**keywords) for keywords in inputs]
+            counts = {spec.name: sum(c) for spec, c in zip(stage.counts, zip(*shares, strict=True), strict=True)}
+            for keywords in result:
+                keywords.update(counts)  # type: ignore[arg-type]
+        return result
+
+    def global_loss(self, loss: torch.Tensor | None) -> float:
+        """The sum of all ranks' shares: each of them where the loss is partial on an axis, else the first one's."""
+        counts = (self.program.loss_is_partial_on_dp or self.axes["dp"].index == 0) and (
+            self.program.loss_is_partial_on_tp or self.axes["tp"].index == 0
+        )
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        if loss is not None and counts:
+            total += loss
+        if self.world is not None:
+            dist.all_reduce(total, group=self.world)
+        return float(total)
