@@ -1,6 +1,6 @@
 """From a plan's table of strategies to a strategy for every operator of a graph, and back.
 
-A plan names an operator once for all equal segments. ``record`` writes that table, ``recall`` reads it against a graph and
+A plan names an operator or weight once for all equal segments; what is made from inputs alone runs whole on tp and has no row. ``record`` writes that table, ``recall`` reads it against a graph and
 refuses what does not fit.
 """
 
@@ -13,10 +13,13 @@ from planner.ir.graph import Graph
 from planner.ir.layout import Pair
 from planner.ir.plan import OperatorLayout
 from planner.segments import node_classes, segment_kinds
+from planner.shard import SHARED
 from planner.sharding_rules import Strategy, rule_of, strategies
 from planner.sharding_rules.cuts import find_cuts
 
 LEAF = "leaf"
+# A weight on the dp axis: whole, its gradient a partial sum; ZeRO is the plan's own field.
+STORED = "R:P"
 
 
 def leaf_classes(graph: Graph) -> dict[str, Hashable]:
@@ -45,10 +48,10 @@ def record(
     rows: dict[Hashable, OperatorLayout] = {}
     for node in graph.nodes:
         key = classes[node.name]
-        if key in rows:
+        if key in rows or node.segment == SHARED:
             continue
         on_dp, on_tp = over_dp.get(node.name), over_tp[node.name]
-        kind = kinds[node.segment] if node.segment >= 0 else -1
+        kind = kinds[node.segment]
         rows[key] = OperatorLayout(
             node.name,
             node.op,
@@ -61,9 +64,12 @@ def record(
     by_leaf = leaf_classes(graph)
     for leaf in graph.leaves:
         key = by_leaf[leaf.name]
-        if leaf.kind in ("parameter", "buffer") and key not in rows and tp > 1:
+        readers = [node.segment for node in graph.consumers[leaf.name]]
+        if leaf.kind in ("parameter", "buffer") and key not in rows and tp > 1 and readers:
             text = str(leaves[leaf.name])
-            rows[key] = OperatorLayout(leaf.name, leaf.kind, leaf.target, -1, "", text, text)
+            rows[key] = OperatorLayout(
+                leaf.name, leaf.kind, leaf.target, kinds[max(*readers, 0)], STORED if dp > 1 else "", text, text
+            )
     return tuple(rows.values())
 
 
@@ -78,7 +84,7 @@ def recall(graph: Graph, layouts: tuple[OperatorLayout, ...], tp: int) -> tuple[
     cuts = find_cuts(graph)
     chosen: dict[str, Strategy] = {}
     for node in graph.nodes:
-        name = names.get(classes[node.name]) if tp > 1 else "R"
+        name = names.get(classes[node.name]) if tp > 1 and node.segment != SHARED else "R"
         options = strategies(rule_of(node, values), node, values, tp if tp > 1 else 2**62, cuts[node.name])
         match = [s for s in options if s.name == name]
         if not match:

@@ -51,6 +51,12 @@ def micro_batches(
     return result
 
 
+def check_batch(program: Program, batch: Mapping[str, torch.Tensor]) -> None:
+    """Raises BadInput when an input of ``program`` is missing or of another shape or dtype: before it reaches any rank."""
+    for spec in program.inputs:
+        _checked(spec, batch)
+
+
 def _checked(spec: InputSpec, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     if spec.name not in batch:
         raise BadInput(

@@ -11,6 +11,7 @@ Every rank reads its own part only; whole tensors are assembled one at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -37,22 +38,36 @@ def owned(held: tuple[Held, ...], stage: int) -> tuple[Held, ...]:
     return tuple(h for h in held if owner_stage(h.spec) in (None, stage))
 
 
-def shard_segments(module: StageModule, program: Program, dp: Axis, device: torch.device) -> None:
-    """ZeRO-3: FSDP2 on each segment, gradients summed (not averaged) over dp, the stage itself left plain.
+def left_whole(program: Program) -> frozenset[str]:
+    """Parameters that ZeRO-3 leaves whole on every stage; ``runtime.gradients`` reduces them.
 
-    Left whole, and reduced by ``runtime.gradients``: scalars, states of the stage itself (several segments use them),
-    and copies of a state that any stage holds that way.
+    FSDP2 takes no scalars and one dtype a segment (the others, such as float32 norms of a bfloat16 model, are small);
+    states of the stage itself are used by several segments; and all copies of a state must be held alike.
     """
+    whole: set[str] = set()
+    for stage in program.stages:
+        whole.update(spec.target for spec in stage.states if spec.segment is None)
+        for i in range(len(stage.segments)):
+            parameters = [spec for spec in stage.states if spec.segment == i and not spec.is_buffer]
+            sizes: dict[str, int] = {}
+            for spec in parameters:
+                sizes[spec.dtype] = sizes.get(spec.dtype, 0) + math.prod(spec.shape)
+            main = max(sizes, key=lambda dtype: sizes[dtype], default="")
+            whole.update(spec.target for spec in parameters if not spec.shape or spec.dtype != main)
+    return frozenset(whole)
+
+
+def shard_segments(module: StageModule, program: Program, dp: Axis, device: torch.device) -> None:
+    """ZeRO-3: FSDP2 on each segment, gradients summed (not averaged) over dp, the stage itself left plain."""
     if dp.size == 1 or dp.group is None:
         return
-    shared = {spec.target for stage in program.stages for spec in stage.states if spec.segment is None}
-    whole = {h.tensor for h in module.held if h.spec.target in shared or not h.spec.shape}
+    targets = left_whole(program)
+    whole = {h.tensor for h in module.held if h.spec.target in targets}
+    ignored = {t for t in whole if isinstance(t, torch.nn.Parameter)}
     mesh = DeviceMesh.from_group(dp.group, device.type)
     for segment in module.segments:
-        parameters = set(segment.parameters()) - whole
-        if not parameters:
+        if not set(segment.parameters()) - ignored:
             continue
-        ignored = {t for t in whole if isinstance(t, torch.nn.Parameter)}
         fully_shard(segment, mesh=mesh, reshard_after_forward=True, ignored_params=ignored)
         assert isinstance(segment, FSDPModule)
         segment.set_gradient_divide_factor(1.0)

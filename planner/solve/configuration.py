@@ -68,6 +68,7 @@ class Evaluator:
         self.segments = segment_count(self.graph)
         self._splits: dict[tuple[int, int], BatchSplit] = {}
         self._work_s: dict[tuple[int, int], float] = {}
+        self._ideal: dict[tuple[int, int, int], tuple[SegmentCost, ...]] = {}
         self._letters: dict[tuple[int, int, int, str], Letters] = {}
 
     def split(self, dp: int, micro_batches: int) -> BatchSplit:
@@ -100,6 +101,30 @@ class Evaluator:
                 if node.op != "convert"
             )
         return self._work_s[key]
+
+    def forced_recomputation_s(self, configuration: Configuration) -> float:
+        """Forward seconds (of one device, tp = 1) that any plan of the configuration runs again for lack of memory.
+
+        Relaxed: weights and activations cut evenly over tp, memory of all stages pooled, and each stage holding only as
+        many micro-batches as the last; then the cheapest recomputation, of fractions of segments, that makes room.
+        """
+        mesh, micro_batches = configuration.mesh, configuration.micro_batches
+        key = (mesh.dp, micro_batches, configuration.zero)
+        if key not in self._ideal:
+            ideal = replace(configuration, mesh=Mesh(dp=mesh.dp))
+            self._ideal[key] = self.costs(ideal, self.letters(ideal))
+        costs = self._ideal[key]
+        fewest = in_flight(configuration.schedule, mesh.pp, micro_batches, mesh.pp - 1)
+        room = self.problem.memory_limit_bytes * mesh.pp * mesh.tp - sum(c.states_bytes for c in costs)
+        excess = fewest * sum(c.activations_bytes for c in costs) - room
+        again = 0.0
+        savers = [(c.forward_s, fewest * (c.activations_bytes - c.input_bytes)) for c in costs]
+        for forward_s, saved in sorted((x for x in savers if x[1] > 0), key=lambda x: x[0] / x[1]):
+            if excess <= 0:
+                break
+            again += forward_s * min(1.0, excess / saved)
+            excess -= saved
+        return again
 
     def letters(self, configuration: Configuration, variant: str = FAST, keep: Keep | None = None) -> Letters:
         """Strategies on tp; ``keep`` restricts them under the name ``variant``."""

@@ -112,7 +112,7 @@ class _Program:
         self.us_per_byte = us_per_byte + TIE_US_PER_BYTE
         self.k = pricing.mesh.degree("tp")
         self.model = mathopt.Model()
-        self.terms: list[mathopt.LinearExpression | mathopt.LinearTerm] = []
+        self.price: dict[mathopt.Variable, float] = {}
         self.classes: dict[str, Hashable] = dict(node_classes(graph))
         self.representative: dict[Hashable, Node] = {}
         self.count: dict[Hashable, int] = {}
@@ -125,6 +125,10 @@ class _Program:
         self._operators(keep)
         self._leaves()
         self._conversions()
+
+    def _pay(self, x: mathopt.Variable, cost_us: float) -> None:
+        if cost_us:
+            self.price[x] = self.price.get(x, 0.0) + cost_us
 
     def _weight(self, segment: int) -> int:
         return 1 if self.weights is None or segment < 0 else self.weights[segment]
@@ -147,9 +151,12 @@ class _Program:
 
     def _one_strategy(self, key: Hashable, found: tuple[Strategy, ...], costs: list[float], count: int) -> None:
         variables = [self.model.add_binary_variable(name=f"x{len(self.x)}_{i}") for i in range(len(found))]
-        self.model.add_linear_constraint(mathopt.fast_sum(variables) == 1)
+        row = self.model.add_linear_constraint(lb=1.0, ub=1.0)
+        for x in variables:
+            row.set_coefficient(x, 1.0)
         self.options[key], self.x[key] = found, variables
-        self.terms += [count * cost * x for cost, x in zip(costs, variables, strict=True) if cost]
+        for cost, x in zip(costs, variables, strict=True):
+            self._pay(x, count * cost)
 
     # --- leaves: how parameters, buffers and inputs are stored --------------------------------------------------------
 
@@ -237,7 +244,7 @@ class _Program:
                 cost = self._conversion_us(whole, source, target)
                 if cost and (source, target) not in paid:
                     paid[source, target] = self.model.add_variable(lb=1.0, ub=1.0)
-                    self.terms.append(count * cost * paid[source, target])
+                    self._pay(paid[source, target], count * cost)
                 continue
             flows: dict[tuple[Pair, Pair], mathopt.Variable] = {}
             for source in sources:
@@ -248,18 +255,26 @@ class _Program:
                     if not cost:
                         continue
                     if len(consumers) == 1:
-                        self.terms.append(count * cost * flow)
+                        self._pay(flow, count * cost)
                         continue
                     if (source, target) not in paid:
                         paid[source, target] = self.model.add_variable(lb=0.0, ub=1.0)
-                        self.terms.append(count * cost * paid[source, target])
-                    self.model.add_linear_constraint(flow <= paid[source, target])
+                        self._pay(paid[source, target], count * cost)
+                    row = self.model.add_linear_constraint(ub=0.0)
+                    row.set_coefficient(flow, 1.0)
+                    row.set_coefficient(paid[source, target], -1.0)
             for source, variables in sources.items():
-                out = mathopt.fast_sum([flows[source, target] for target in targets])
-                self.model.add_linear_constraint(out == mathopt.fast_sum(variables))
+                self._equal([flows[source, target] for target in targets], variables)
             for target, variables in targets.items():
-                into = mathopt.fast_sum([flows[source, target] for source in sources])
-                self.model.add_linear_constraint(into == mathopt.fast_sum(variables))
+                self._equal([flows[source, target] for source in sources], variables)
+
+    def _equal(self, left: Sequence[mathopt.Variable], right: Sequence[mathopt.Variable]) -> None:
+        """sum left = sum right."""
+        row = self.model.add_linear_constraint(lb=0.0, ub=0.0)
+        for x in left:
+            row.set_coefficient(x, 1.0)
+        for x in right:
+            row.set_coefficient(x, -1.0)
 
     def _conversion_us(self, whole: int, source: Pair, target: Pair) -> float:
         return conversion_cost(whole, source, target, "tp", self.pricing).total_s * MICROSECONDS_PER_S
@@ -268,7 +283,8 @@ class _Program:
 
     def solve(self, time_limit_s: float) -> Letters:
         self._loss()
-        self.model.minimize(mathopt.fast_sum(self.terms))
+        for x, price in self.price.items():
+            self.model.objective.set_linear_coefficient(x, price)
         parameters = mathopt.SolveParameters(
             time_limit=datetime.timedelta(seconds=time_limit_s), relative_gap_tolerance=1e-9, random_seed=0
         )
@@ -295,7 +311,7 @@ class _Program:
             pair = strategy.outputs[[v.name for v in producer.outputs].index(self.graph.loss)]
             if pair.value.kind != "P" and pair != WHOLE:
                 cost = self._conversion_us(value.size_bytes, pair, WHOLE)
-                self.terms.append(cost * x)
+                self._pay(x, cost)
         for buffer, name in self.graph.writes:
             self._written(buffer, name)
 
@@ -308,8 +324,7 @@ class _Program:
         )
         held = _by_pair(self.x[self.classes[buffer]], [s.outputs[0] for s in self.options[self.classes[buffer]]])
         for pair in sorted({*made, *held}, key=str):
-            left, right = mathopt.fast_sum(made.get(pair, [])), mathopt.fast_sum(held.get(pair, []))
-            self.model.add_linear_constraint(left == right)
+            self._equal(made.get(pair, []), held.get(pair, []))
 
 
 def _like(pair: Pair, value: Value) -> Pair:

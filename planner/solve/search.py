@@ -8,7 +8,8 @@ segments to recompute (stages.py).
 
         t = work of one micro-batch / tp        T >= t / (1 - (1 - 1/m)^pp)
 
-    since with prefix_j + m t_j <= T for each stage j the times t_j can sum to no more than T (1 - (1 - 1/m)^pp)
+    and t includes the forward passes that must be run again because not even an ideal sharding of the activations fits
+(Evaluator.forced_recomputation_s). The formula holds since with prefix_j + m t_j <= T for each stage j the times t_j can sum to no more than T (1 - (1 - 1/m)^pp)
     (planner.simulate.lower_bound_s gives the premise). For pp = 1 this is m t.
 
 Configurations are taken by their bound. First a cheap one (the work of the whole batch on all devices), then this, then
@@ -146,19 +147,25 @@ class _Search:
                 self.refused[key] = str(error)
                 self._record(configuration, entry.bound_s, "infeasible", reason=str(error))
                 return None
-            bound = pipeline_bound_s(work / mesh.tp, mesh.pp, configuration.micro_batches)
+            again = self.evaluator.forced_recomputation_s(configuration)
+            bound = pipeline_bound_s((work + again) / mesh.tp, mesh.pp, configuration.micro_batches)
             return _Entry(max(bound, entry.bound_s), entry.order, configuration, True)
         self._solve(configuration, entry.bound_s)
         return None
 
     def _solve(self, configuration: Configuration, bound_s: float) -> None:
         found: list[_Found] = []
-        proven = math.inf
+        proven = too_slow = math.inf
         infeasible: StageInfeasible | None = None
         for variant in (FAST, LEAN):
-            if variant == LEAN and (configuration.mesh.tp == 1 or not self._memory_binds(found)):
+            if variant == LEAN and (configuration.mesh.tp == 1 or not (infeasible or self._memory_binds(found))):
                 continue
             costs = self.evaluator.costs(configuration, self.evaluator.letters(configuration, variant))
+            work = sum(c.forward_s + c.backward_s for c in costs)
+            least = pipeline_bound_s(work, configuration.mesh.pp, configuration.micro_batches)
+            if least >= self.best_s * (1 - RELATIVE_TOLERANCE):
+                too_slow = min(too_slow, least)
+                continue
             choice = choose_stages(
                 costs,
                 configuration.mesh.pp,
@@ -174,6 +181,9 @@ class _Search:
                 continue
             found.append(_Found(configuration, variant, choice))
             proven = min(proven, choice.bound_s)
+        if not found and math.isfinite(too_slow):
+            self._record(configuration, max(bound_s, too_slow), "pruned")
+            return
         if not found:
             assert infeasible is not None
             missing = (infeasible.missing_bytes, configuration, infeasible.stage)
@@ -189,7 +199,7 @@ class _Search:
 
     def _memory_binds(self, found: list[_Found]) -> bool:
         """Whether the fast strategies do not fit, or only by recomputing."""
-        return not found or any(found[0].choice.recompute)
+        return bool(found) and any(found[0].choice.recompute)
 
     # --- the record ---------------------------------------------------------------------------------------------------
 
