@@ -2,7 +2,8 @@
 
 ``hand_program`` emits what lowering would for a mesh; ``reference_loss`` is the same model on one device. Every kind of
 state occurs: column and row weights, a norm whose gradient is partial on tp, a tied table (shared by two segments or by
-two stages), a scalar, a frozen bias, a trainable weight nobody uses, a buffer written each micro-batch.
+two stages), a scalar, a frozen bias, a trainable weight of another dtype that nobody uses, a buffer written each
+micro-batch.
 """
 
 from __future__ import annotations
@@ -126,9 +127,10 @@ def _states(stage: int, names: list[str], block: int, tied: bool) -> tuple[State
         if name == "Block":
             for attribute, (shape, placement, trainable, partial) in SHAPES.items():
                 target = f"blocks.{block}.{attribute}"
+                dtype = "float32" if attribute == "unused" else "float64"
                 states.append(
                     StateSpec(
-                        target, shape, "float64", trainable, False, placement, i, ((i, attribute),), partial, (stage,)
+                        target, shape, dtype, trainable, False, placement, i, ((i, attribute),), partial, (stage,)
                     )
                 )
             block += 1
@@ -141,6 +143,7 @@ def initial_state() -> dict[str, torch.Tensor]:
     shapes = {"embed.weight": (VOCAB, WIDTH)}
     shapes |= {f"blocks.{i}.{name}": spec[0] for i in range(2) for name, spec in SHAPES.items()}
     state = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+    state = {name: value.float() if name.endswith("unused") else value for name, value in state.items()}
     return state | {f"seen{stage}": torch.zeros((), dtype=torch.int64) for stage in range(2)}
 
 

@@ -13,7 +13,10 @@ from torch.distributed.tensor import DTensor
 from planner.errors import BadInput, InvalidPlan
 from planner.ir.mesh import Mesh
 from planner.ir.program import Program
+from runtime.batch import check_batch
+from runtime.launch import LocalRanks
 from runtime.optimizer import describe_optimizer
+from runtime.state import left_whole
 from runtime.worker import Rank
 from tests.hand_program import batch, hand_program, initial_state, reference_loss, reference_parameters
 from tests.ranks import run_ranks
@@ -92,7 +95,8 @@ def on_two_ranks(index: int, size: int) -> None:
         program = hand_program(Mesh.parse(mesh), micro_batches, zero, schedule, recompute)
         check_training(rank, program, f"{mesh} zero {zero} {schedule} {micro_batches}")
         sharded = [name for name, p in rank.named_parameters().items() if isinstance(p, DTensor)]
-        assert ("blocks.0.up_weight" in sharded) == (zero == 3) and "blocks.0.scale" not in sharded
+        assert ("blocks.0.up_weight" in sharded) == (zero == 3)
+        assert "blocks.0.scale" not in sharded and "blocks.0.unused" not in sharded
     with pytest.raises(BadInput, match="2 processes run"):
         rank.load(hand_program(Mesh(dp=4)), initial_state())
 
@@ -161,6 +165,31 @@ def test_four_ranks_train_as_one_device_and_resume_elsewhere(tmp_path: Path) -> 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "checkpoint2"]
 
 
+@pytest.mark.gloo
+def test_a_controlling_process_drives_the_ranks_with_plain_data(tmp_path: Path) -> None:
+    torch.save(initial_state(), tmp_path / "weights.pt")
+    trainable = {n: p for n, p in reference_parameters().items() if p.requires_grad}
+    parameters = reference_parameters()
+    with LocalRanks.start(2) as ranks:
+        program = hand_program(Mesh(pp=2), 2, schedule="1f1b").to_dict()
+        ranks.call("load", {"program": program, "state": str(tmp_path / "weights.pt")})
+        ranks.call("optimizer", {"spec": describe_optimizer(adamw, trainable)})
+        loss = ranks.call("train_step", {"batch": batch(), "step": 0})
+        gradients = {name: g for part in ranks.call("gradients", {}) for name, g in part.items()}
+        assert all(seconds > 0 for part in ranks.call("measure", {"batch": batch(), "steps": 1}) for seconds in part)
+    expected = reference_loss(parameters, batch())
+    expected.backward()
+    assert loss[0] == loss[1] == pytest.approx(expected.item(), rel=1e-12)
+    close(gradients["embed.weight"], parameters["embed.weight"].grad, 1e-12, "embed.weight")
+    assert gradients["blocks.1.unused"] is None and set(gradients) == set(trainable)
+
+
+def test_zero_3_leaves_scalars_other_dtypes_and_shared_states_whole() -> None:
+    scalars = {f"blocks.{i}.{name}" for i in range(2) for name in ("scale", "unused")}
+    assert left_whole(hand_program(Mesh(pp=2))) == scalars | {"seen0", "seen1"}
+    assert left_whole(hand_program(Mesh())) == scalars | {"seen0", "embed.weight"}
+
+
 def test_one_rank_needs_no_process_group(tmp_path: Path) -> None:
     assert not dist.is_initialized()
     rank = Rank()
@@ -225,6 +254,9 @@ def test_wrong_input_is_named() -> None:
         rank.forward_backward({"ids": batch()["ids"]})
     with pytest.raises(BadInput, match=r"torch.int64 \[4, 3\]; the plan is for torch.int64 \[8, 3\]"):
         rank.forward_backward({name: x[:4] for name, x in batch().items()})
+    with pytest.raises(BadInput, match=r"\[0\]\[0\] is torch.int32"):
+        check_batch(rank.program, {name: x.int() for name, x in batch().items()})
+    check_batch(rank.program, batch())
     with pytest.raises(BadInput, match="hold no blocks.1.scale"):
         rank.load(hand_program(Mesh()), {n: x for n, x in state.items() if n != "blocks.1.scale"})
     with pytest.raises(BadInput, match=r"embed.weight has shape \[3\]"):
