@@ -52,7 +52,7 @@ def micro_batches(
 
 
 def check_batch(program: Program, batch: Mapping[str, torch.Tensor]) -> None:
-    """Raises BadInput when an input of ``program`` is missing or of another shape or dtype: before it reaches any rank."""
+    """Raises BadInput when an input of ``program`` is missing or has another shape or dtype."""
     for spec in program.inputs:
         _checked(spec, batch)
 

@@ -72,7 +72,7 @@ def save_checkpoint(
         path.parent.mkdir(parents=True, exist_ok=True)
     _barrier()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(share, checkpoint_id=beside, no_dist=not dist.is_initialized())
     _barrier()
     if first:
@@ -111,7 +111,7 @@ def load_checkpoint(
     for portion in _portions(wanted, stored):
         wholes = {key: torch.empty(stored[key].size, dtype=stored[key].properties.dtype) for key, _, _ in portion}  # type: ignore[union-attr]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(wholes, storage_reader=dcp.FileSystemReader(path), no_dist=True)
         for key, h, remembered in portion:
             if remembered is None:
