@@ -1,0 +1,120 @@
+"""Single-device truth for the equality tests: the model itself, or its traced graph run whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from planner.ir.graph import Argument, Graph, Symbol, Value
+from planner.trace import Batch, Traced, tensors_by_target, trace
+from tests.models import Case
+from tests.sharded_interpreter import run_whole
+
+LEARNING_RATE = 1e-3
+STEPS = 3
+# A tensor this much smaller than the largest of its kind is rounding (the gradient of a key bias is exactly zero).
+ROUNDING = 1e-6
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Loss and gradients of the first step; parameters, buffers and losses after STEPS steps of AdamW."""
+
+    loss: float
+    gradients: Mapping[str, torch.Tensor | None]
+    losses: tuple[float, ...]
+    state: Mapping[str, torch.Tensor]
+
+
+def traced(case: Case) -> Traced:
+    return trace(case.model, Batch(case.inputs, case.kwargs, case.target), case.loss_fn)
+
+
+def input_tensors(case: Case, found: Traced) -> dict[str, torch.Tensor]:
+    arguments = (case.inputs, case.kwargs, case.target)
+    by_path = {pytree.keystr(path): value for path, value in pytree.tree_flatten_with_path(arguments)[0]}
+    return {name: by_path[path] for name, path in found.input_paths.items()}
+
+
+def widened(graph: Graph) -> Graph:
+    """``graph`` computing in float64 where it would cast to float32 (Hugging Face norms, rotary tables and losses do)."""
+
+    def wide(argument: Argument) -> Argument:
+        if isinstance(argument, tuple):
+            return tuple(map(wide, argument))
+        return Symbol("torch.float64") if argument == Symbol("torch.float32") else argument
+
+    def value(v: Value) -> Value:
+        return replace(v, dtype="float64") if v.dtype == "float32" else v
+
+    nodes = tuple(
+        replace(n, args=wide(n.args), kwargs=wide(n.kwargs), outputs=tuple(map(value, n.outputs))) for n in graph.nodes
+    )
+    leaves = tuple(replace(leaf, value=value(leaf.value)) for leaf in graph.leaves)
+    return replace(graph, nodes=nodes, leaves=leaves)
+
+
+def by_module(case: Case) -> Reference:
+    """The user's own training loop. Trains ``case.model`` in place."""
+    parameters = dict(case.model.named_parameters())
+    optimizer = torch.optim.AdamW(case.model.parameters(), lr=LEARNING_RATE)
+    gradients: dict[str, torch.Tensor | None] = {}
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = case.loss()
+        loss.backward()
+        losses.append(float(loss.detach()))
+        if step == 0:
+            gradients = {n: None if p.grad is None else p.grad.clone() for n, p in parameters.items()}
+        optimizer.step()
+    state = {name: t.detach().clone() for name, t in case.model.state_dict().items()}
+    return Reference(losses[0], gradients, tuple(losses), state)
+
+
+def by_graph(case: Case, found: Traced) -> Reference:
+    """The traced graph run whole on one device."""
+    graph = found.graph
+    targets = {leaf.target: leaf for leaf in graph.leaves if leaf.kind != "input"}
+    held = {t: x.detach().clone() for t, x in tensors_by_target(case.model, targets).items()}
+    trained = {leaf.name: held[t].requires_grad_() for t, leaf in targets.items() if leaf.trainable}
+    optimizer = torch.optim.AdamW(trained.values(), lr=LEARNING_RATE)
+    inputs: dict[str, Any] = input_tensors(case, found)
+    gradients: dict[str, torch.Tensor | None] = {}
+    losses = []
+    for step in range(STEPS):
+        values = {leaf.name: held[t].detach() for t, leaf in targets.items()}
+        result = run_whole(graph, {**values, **inputs})
+        losses.append(float(result.loss))
+        for name, parameter in trained.items():
+            parameter.grad = result.gradients[name]
+        if step == 0:
+            gradients = {t: result.gradients[leaf.name] for t, leaf in targets.items() if leaf.trainable}
+        optimizer.step()
+    persistent = case.model.state_dict().keys()
+    state = {t: x.detach() for t, x in held.items() if t in persistent}
+    return Reference(losses[0], gradients, tuple(losses), state)
+
+
+def largest_error(found: Mapping[str, Any], expected: Mapping[str, Any]) -> tuple[float, str]:
+    """The largest error over all tensors, relative to the largest entry of each tensor, and the tensor that has it.
+
+    Tensors that are mere rounding are measured against the largest entry of all. A missing tensor is an infinite error.
+    """
+    known = {name: t.double() for name, t in expected.items() if t is not None}
+    overall = max(float(t.abs().max()) for t in known.values())
+    worst, where = 0.0, ""
+    for name, truth in known.items():
+        got = found.get(name)
+        if got is None:
+            return float("inf"), name
+        largest = float(truth.abs().max()) if truth.numel() else 0.0
+        scale = largest if largest > ROUNDING * overall else overall
+        error = float((got.double() - truth).abs().max()) / scale if truth.numel() else 0.0
+        if error > worst or error != error:
+            worst, where = error, name
+    return worst, where
