@@ -2,19 +2,27 @@
 
     split_means        a token mean (cross-entropy) -> sum over tokens / global count: averaging averages is wrong
     select_columns     x[arange(b), columns] -> a selection of columns, which any share of the rows can do alone
+    count_from_front   x[-4:] -> x[4:8]: a share of x has another end
+    plain_copies       copy(x, y), left by y written into a part of x -> y in the shape and dtype of x
+    plain_batch_norm   forms of BatchNorm that write no statistics -> aten.batch_norm with its one result
+    share_equal        a gradient-free tensor made twice in the same way -> once
+
+Each gives the same numbers as before.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.ir.graph import Argument, Graph, Node, Ref, Symbol, Value
+from planner.ir.graph import Argument, Graph, Node, Ref, Symbol, Value, map_refs
 
 MEAN, SUM = 1, 2
 
 
 def normalise(graph: Graph) -> Graph:
-    return prune(select_columns(split_means(graph)))
+    for step in (split_means, select_columns, count_from_front, plain_copies, plain_batch_norm, share_equal):
+        graph = step(graph)
+    return prune(graph)
 
 
 def prune(graph: Graph) -> Graph:
@@ -32,13 +40,16 @@ def prune(graph: Graph) -> Graph:
 def split_means(graph: Graph) -> Graph:
     """``cross_entropy_loss`` with mean or sum reduction becomes ``cross_entropy_sum`` (and ``/ cross_entropy_count``).
 
-    Mean over tokens t that are not ignored, with class weights w: sum_t w[y_t] l_t / sum_t w[y_t]; label smoothing has the
-    same divisor (torch.nn.functional.cross_entropy).
+    The mean of ``nll_loss_nd`` becomes its sum ``/ cross_entropy_count``.
+
+    Mean over tokens t that are not ignored, with class weights w: sum_t w[y_t] l_t / sum_t w[y_t]; label smoothing has
+    the same divisor (torch.nn.functional.cross_entropy).
     """
     nodes: list[Node] = []
     taken = set(graph.values)
     for node in graph.nodes:
-        nodes.extend(_cross_entropy(node, graph, taken) if node.op == "aten.cross_entropy_loss.default" else (node,))
+        is_mean_like = node.op in ("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default")
+        nodes.extend(_cross_entropy(node, graph, taken) if is_mean_like else (node,))
     return replace(graph, nodes=tuple(nodes))
 
 
@@ -46,7 +57,8 @@ def _cross_entropy(node: Node, graph: Graph, taken: set[str]) -> tuple[Node, ...
     names = ("logits", "target", "weight", "reduction", "ignore_index", "label_smoothing")
     given: dict[str, Argument] = {"weight": None, "reduction": MEAN, "ignore_index": -100, "label_smoothing": 0.0}
     given |= dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    if given["reduction"] not in (MEAN, SUM):
+    is_nll = node.op.startswith("aten.nll")
+    if given["reduction"] not in (MEAN, SUM) or (is_nll and given["reduction"] == SUM):
         return (node,)
     logits = graph.values[given["logits"].name]
     arguments = (given["logits"], given["target"], given["weight"], given["ignore_index"], given["label_smoothing"])
@@ -54,7 +66,10 @@ def _cross_entropy(node: Node, graph: Graph, taken: set[str]) -> tuple[Node, ...
         return (replace(node, op="cross_entropy_sum", args=arguments, kwargs=()),)
     total, count = (_fresh(node.name + suffix, taken) for suffix in ("_sum", "_count"))
     out = node.output
-    summed = Node("cross_entropy_sum", arguments, (replace(out, name=total),), (), node.module)
+    op = "cross_entropy_sum"
+    if is_nll:
+        op, arguments = node.op, (*arguments[:3], SUM, given["ignore_index"])
+    summed = Node(op, arguments, (replace(out, name=total),), (), node.module)
     classes = logits.shape[1] if len(logits.shape) > 1 else logits.shape[0]
     counted = Node(
         "cross_entropy_count",
@@ -92,13 +107,14 @@ def _selected(node: Node, graph: Graph, taken: set[str]) -> tuple[Node, ...]:
         return ()
     source, rows, columns = (graph.values[name] for name in node.operands)
     shape = node.output.shape
-    full_rows = rows.shape == (source.shape[0],) + (1,) * (len(rows.shape) - 1) and len(rows.shape) == len(columns.shape)
+    full_rows = rows.shape == (source.shape[0],) + (1,) * (len(columns.shape) - 1)
     if not full_rows or columns.shape[:1] != (1,) or not _is_range(rows.name, source.shape[0], graph):
         return ()
     flat, picked = (_fresh(node.name + suffix, taken) for suffix in ("_columns", "_picked"))
     count = columns.numel
+    line = replace(columns, name=flat, shape=(count,))
     return (
-        Node("aten.view.default", (Ref(columns.name), (count,)), (replace(columns, name=flat, shape=(count,)),), (), node.module),
+        Node("aten.view.default", (Ref(columns.name), (count,)), (line,), (), node.module),
         Node(
             "aten.index_select.default",
             (Ref(source.name), 1, Ref(flat)),
@@ -120,3 +136,80 @@ def _is_range(name: str, count: int, graph: Graph) -> bool:
             return False
         name = node.operands[0]
     return False
+
+
+def count_from_front(graph: Graph) -> Graph:
+    """``slice(x, dim, start, end, step)`` with 0 <= start <= end <= size written out."""
+    return replace(graph, nodes=tuple(_front_slice(node, graph) for node in graph.nodes))
+
+
+def _front_slice(node: Node, graph: Graph) -> Node:
+    if node.op != "aten.slice.Tensor":
+        return node
+    source, dim, start, end, *step = node.args + (0, None, None)[len(node.args) - 1 :]
+    size = graph.values[source.name].shape[int(dim)]
+    first, last, _ = slice(start, end).indices(size)
+    return replace(node, args=(source, dim, first, max(first, last), *step))
+
+
+def plain_copies(graph: Graph) -> Graph:
+    """``copy(x, y)`` reads nothing of x but its shape and dtype, and has no derivative in torch."""
+    nodes: list[Node] = []
+    taken = set(graph.values)
+    for node in graph.nodes:
+        nodes.extend(_copied(node, graph, taken) if node.op == "aten.copy.default" else (node,))
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _copied(node: Node, graph: Graph, taken: set[str]) -> tuple[Node, ...]:
+    source = graph.values[node.operands[1]]
+    full = Node("aten.expand.default", (Ref(source.name), node.output.shape), node.outputs, (), node.module)
+    if source.dtype == node.output.dtype:
+        return (full,)
+    cast = replace(source, name=_fresh(node.name + "_cast", taken), dtype=node.output.dtype)
+    dtype = (("dtype", Symbol(f"torch.{cast.dtype}")),)
+    to = Node("aten._to_copy.default", (Ref(source.name),), (cast,), dtype, node.module)
+    return to, replace(full, args=(Ref(cast.name), node.output.shape))
+
+
+def plain_batch_norm(graph: Graph) -> Graph:
+    """Statistics that nobody reads are no results."""
+    return replace(graph, nodes=tuple(_plain_batch_norm(node, graph) for node in graph.nodes))
+
+
+def _plain_batch_norm(node: Node, graph: Graph) -> Node:
+    written = {value for _, value in graph.writes}
+    if any(graph.consumers[value.name] or value.name in written for value in node.outputs[1:]):
+        return node
+    if node.op == "aten._native_batch_norm_legit_no_training.default":
+        x, weight, bias, mean, var, momentum, eps = node.args
+        arguments = (x, weight, bias, mean, var, False, momentum, eps, False)
+    elif node.op == "aten._native_batch_norm_legit.no_stats":
+        x, weight, bias, training, momentum, eps = node.args
+        arguments = (x, weight, bias, None, None, training, momentum, eps, False)
+    else:
+        return node
+    return replace(node, op="aten.batch_norm.default", args=arguments, outputs=node.outputs[:1])
+
+
+def share_equal(graph: Graph) -> Graph:
+    """Layers make the same masks and rotary tables again and again; equal layers then read equal tensors."""
+    first: dict[object, Node] = {}
+    same: dict[str, str] = {}
+    nodes = []
+    for node in graph.nodes:
+        node = replace(
+            node,
+            args=map_refs(node.args, lambda name: Ref(same.get(name, name))),
+            kwargs=map_refs(node.kwargs, lambda name: Ref(same.get(name, name))),
+        )
+        is_random = any(word in node.op for word in ("rand", "dropout", "bernoulli"))
+        if node.output.differentiable or is_random:
+            nodes.append(node)
+            continue
+        known = first.setdefault((node.op, repr(node.args), repr(node.kwargs)), node)
+        if known is node:
+            nodes.append(node)
+        same.update((v.name, k.name) for v, k in zip(node.outputs, known.outputs, strict=True))
+    writes = tuple((buffer, same.get(value, value)) for buffer, value in graph.writes)
+    return replace(graph, nodes=tuple(nodes), loss=same.get(graph.loss, graph.loss), writes=writes)

@@ -2,6 +2,8 @@
 
     rule_of(node, values)   its Rule; an operator without one runs whole (unknown_rule)
     has_rule(op)            whether somebody wrote one
+
+A rule is a function of the node and the tensors it reads; one that does not fit the node at hand gives None.
 """
 
 from __future__ import annotations
@@ -10,64 +12,76 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from planner.ir.graph import Node, Value
-from planner.sharding_rules import contractions, elementwise, reductions, views
+from planner.sharding_rules import contractions, elementwise, losses, reductions, selections, views
 from planner.sharding_rules.collectives import converted
 from planner.sharding_rules.rule import Rule, Special, Strategy, strategies, unknown_rule
 
 RuleOf = Callable[[Node, Mapping[str, Value]], Rule | None]
 
-BY_NAME: Mapping[str, RuleOf] = {
-    "linear": contractions.linear,
-    "addmm": contractions.addmm,
-    "mm": contractions.mm,
-    "bmm": contractions.bmm,
-    "matmul": contractions.matmul,
-    "embedding": contractions.embedding,
-    "scaled_dot_product_attention": contractions.attention,
-    "attention_with_dropout": contractions.attention,
-    "conv1d": contractions.convolution,
-    "conv2d": contractions.convolution,
-    "conv3d": contractions.convolution,
-    "index": contractions.index,
-    "index_select": contractions.index_select,
-    "sum": partial(reductions.reduction, kind="sum"),
-    "mean": partial(reductions.reduction, kind="mean"),
-    **{name: partial(reductions.reduction, kind="whole") for name in ("amax", "amin", "logsumexp", "argmax", "argmin", "all", "any", "prod", "std", "var")},
-    **{name: reductions.along for name in ("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "flip", "roll")},
-    "layer_norm": reductions.layer_norm,
-    "rms_norm": reductions.layer_norm,
-    "group_norm": reductions.group_norm,
-    "batch_norm": reductions.batch_norm,
-    "batch_norm_over": reductions.batch_norm,
-    **{
-        name: reductions.pooling
-        for name in (
-            "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d",
-            "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool2d", "upsample_nearest2d", "upsample_bilinear2d",
-            "upsample_bicubic2d",
-        )
-    },
-    **{name: reductions.pointwise_loss for name in reductions.LOSS_REDUCTION_ARGUMENT},
-    "cross_entropy_sum": reductions.cross_entropy_sum,
-    "cross_entropy_count": reductions.cross_entropy_count,
-    "view": views.view,
-    "unsqueeze": views.view,
-    **{name: views.permute for name in ("transpose", "permute", "t")},
-    "expand": views.expand,
-    "repeat": views.repeat,
-    "slice": views.slice_dim,
-    **{name: views.split for name in ("split", "split_with_sizes", "chunk")},
-    **{name: views.remove_dim for name in ("select", "unbind")},
-    "cat": views.cat,
-    "stack": views.stack,
-    "pad": views.pad,
-    "constant_pad_nd": views.pad,
-    **{
-        name: views.filled
-        for name in ("full", "zeros", "ones", "new_full", "new_zeros", "new_ones", "scalar_tensor")
-    },
-    "convert": converted,
-}  # fmt: skip
+_RULES: tuple[tuple[RuleOf, str], ...] = (
+    (contractions.linear, "linear"),
+    (contractions.addmm, "addmm baddbmm"),
+    (contractions.mm, "mm"),
+    (contractions.bmm, "bmm"),
+    (contractions.matmul, "matmul"),
+    (contractions.vectors, "mv dot outer"),
+    (contractions.einsum, "einsum"),
+    (contractions.embedding, "embedding"),
+    (contractions.attention, "scaled_dot_product_attention attention_with_dropout"),
+    (contractions.convolution, "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"),
+    (selections.index, "index"),
+    (selections.index_select, "index_select"),
+    (selections.gather, "gather"),
+    (selections.scatter, "scatter scatter_add"),
+    (selections.slice_scatter, "slice_scatter select_scatter"),
+    (selections.sort, "sort argsort topk"),
+    (selections.diff, "diff"),
+    (selections.halves, "glu"),
+    (selections.triangle, "tril triu"),
+    (selections.unfold, "unfold"),
+    (selections.diagonal, "diagonal"),
+    (elementwise.prelu, "prelu"),
+    (partial(reductions.reduction, kind="sum"), "sum"),
+    (partial(reductions.reduction, kind="mean"), "mean"),
+    (
+        partial(reductions.reduction, kind="whole"),
+        "amax amin max min argmax argmin all any prod std var std_mean var_mean logsumexp linalg_vector_norm "
+        "linalg_norm",
+    ),
+    (
+        reductions.along,
+        "softmax _softmax _safe_softmax log_softmax _log_softmax cumsum cumprod logcumsumexp flip roll",
+    ),
+    (reductions.layer_norm, "layer_norm rms_norm"),
+    (reductions.group_norm, "group_norm"),
+    (reductions.instance_norm, "instance_norm"),
+    (reductions.batch_norm, "batch_norm batch_norm_over"),
+    (
+        reductions.pooling,
+        "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
+        "adaptive_avg_pool3d adaptive_max_pool2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d",
+    ),
+    (reductions.pixel_shuffle, "pixel_shuffle"),
+    (losses.pointwise_loss, " ".join(losses.LOSS_REDUCTION_ARGUMENT)),
+    (losses.cross_entropy_sum, "cross_entropy_sum"),
+    (losses.cross_entropy_count, "cross_entropy_count"),
+    (losses.token_loss, "cross_entropy_loss nll_loss_nd"),
+    (views.view, "view unsqueeze"),
+    (views.permute, "transpose permute t"),
+    (views.expand, "expand"),
+    (views.repeat, "repeat tile"),
+    (views.repeat_interleave, "repeat_interleave"),
+    (views.last_dim, "view_as_complex view_as_real"),
+    (views.slice_dim, "slice"),
+    (views.split, "split split_with_sizes chunk"),
+    (views.remove_dim, "select unbind"),
+    (views.cat, "cat"),
+    (views.stack, "stack"),
+    (views.pad, "pad constant_pad_nd"),
+    (views.filled, "full zeros ones new_full new_zeros new_ones scalar_tensor"),
+    (converted, "convert"),
+)
+BY_NAME: Mapping[str, RuleOf] = {name: rule for rule, names in _RULES for name in names.split()}
 
 
 def base_name(op: str) -> str:
@@ -83,7 +97,9 @@ def has_rule(op: str) -> bool:
 def rule_of(node: Node, values: Mapping[str, Value]) -> Rule:
     base = base_name(node.op)
     found: Rule | None = None
-    if base in BY_NAME:
+    if base in ("max", "min") and len(node.operands) == 2:
+        found = elementwise.rule(node, values, base)
+    elif base in BY_NAME:
         found = BY_NAME[base](node, values)
     elif base in elementwise.OPERATORS:
         found = elementwise.rule(node, values, base)

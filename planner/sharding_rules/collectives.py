@@ -12,7 +12,8 @@ from planner.sharding_rules.rule import Rule
 def converted(node: Node, values: Mapping[str, Value]) -> Rule:
     """convert(x, axis, 'f -> t'): dims that f or t cuts stay whole on any other axis."""
     source, target = (Pair.parse(text.strip()) for text in str(node.args[2]).split("->"))
-    touched = {p.dim for pair in (source, target) for p in (pair.value, pair.gradient) if p is not None and p.kind == "S"}
+    placements = (p for pair in (source, target) for p in (pair.value, pair.gradient))
+    touched = {p.dim for p in placements if p is not None and p.kind == "S"}
     shape = values[node.operands[0]].shape
     letters = tuple(f"d{i}" for i in range(len(shape)))
     inside = tuple((x,) for x in letters)

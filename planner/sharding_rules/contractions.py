@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 
-from planner.ir.graph import Node, Ref, Value
-from planner.sharding_rules.rule import Rule, Special, parse_rule
+from planner.ir.graph import Node, Value
+from planner.sharding_rules.elementwise import broadcast_dims
+from planner.sharding_rules.rule import Dim, Dims, Rule, Special, option, parse_rule
 
 
 def _tensors(node: Node, values: Mapping[str, Value]) -> tuple[Value, ...]:
@@ -19,14 +22,26 @@ def linear(node: Node, values: Mapping[str, Value]) -> Rule:
     return parse_rule("b.. i, o i -> b.. o", tensors, node.outputs, linear=((0,), (1,)))
 
 
+def _scaled(node: Node) -> bool:
+    """Whether the sum or the product has a factor other than one."""
+    return any(dict(node.kwargs).get(name, 1) != 1 for name in ("beta", "alpha"))
+
+
 def addmm(node: Node, values: Mapping[str, Value]) -> Rule | None:
+    """addmm(b, x, y) and baddbmm: a product, and a summand that broadcasts."""
     tensors = _tensors(node, values)
-    if dict(node.kwargs).get("beta", 1) != 1 or dict(node.kwargs).get("alpha", 1) != 1:
+    if _scaled(node):
         return None
-    bias = "o" if len(tensors[0].shape) == 1 else "n o"
-    if 1 in tensors[0].shape and node.output.shape[-len(tensors[0].shape) :] != tensors[0].shape:
+    batch = "b " if len(node.output.shape) == 3 else ""
+    product = parse_rule(f"{batch}n i, {batch}i o -> {batch}n o", tensors[1:], node.outputs)
+    result = product.outputs[0]
+    summand = broadcast_dims(tensors[0].shape, node.output.shape)
+    if summand is None:
         return None
-    return parse_rule(f"{bias}, n i, i o -> n o", tensors, node.outputs, additive=(0,), linear=((0, 1), (0, 2)))
+    place = {f"d{n}": dim for n, dim in zip(range(len(result), 0, -1), result, strict=True)}
+    added: Dims = tuple(place[dim[0]] if dim else () for dim in summand)
+    linear = (frozenset({0, 1}), frozenset({0, 2}))
+    return Rule((added, *product.operands), product.outputs, product.sizes, additive=frozenset({0}), linear=linear)
 
 
 def mm(node: Node, values: Mapping[str, Value]) -> Rule:
@@ -37,22 +52,58 @@ def bmm(node: Node, values: Mapping[str, Value]) -> Rule:
     return parse_rule("b n i, b i o -> b n o", _tensors(node, values), node.outputs, linear=((0,), (1,)))
 
 
+def vectors(node: Node, values: Mapping[str, Value]) -> Rule:
+    """mv, dot and outer."""
+    notation = {"mv": "n i, i -> n", "dot": "i, i ->", "outer": "n, o -> n o"}[node.op.split(".")[1]]
+    return parse_rule(notation, _tensors(node, values), node.outputs, linear=((0,), (1,)))
+
+
 def matmul(node: Node, values: Mapping[str, Value]) -> Rule | None:
+    """``b.. n i, b.. i o -> b.. n o`` with leading dims that broadcast; a vector has no n or o."""
+    left, right = _tensors(node, values)
+    rows, columns = len(left.shape) > 1, len(right.shape) > 1
+    out = node.output.shape
+    lead = out[: len(out) - rows - columns]
+    inner: tuple[Dim, Dim] = (("n",), ("o",))
+    leading = [broadcast_dims(shape, lead) for shape in (left.shape[:-2], right.shape[:-2])]
+    if leading[0] is None or leading[1] is None:
+        return None
+    a, b = (tuple(tuple(f"b{x[1:]}" for x in dim) for dim in dims) for dims in leading if dims is not None)
+    sizes = {f"b{n}": size for n, size in zip(range(len(lead), 0, -1), lead, strict=True)} | {"i": left.shape[-1]}
+    sizes |= ({"n": left.shape[-2]} if rows else {}) | ({"o": right.shape[-1]} if columns else {})
+    operands = ((*a, *inner[:rows], ("i",)), (*b, ("i",), *inner[1 : 1 + columns]))
+    result = (*((f"b{n}",) for n in range(len(lead), 0, -1)), *inner[:rows], *inner[1 : 1 + columns])
+    return Rule(operands, (result,), sizes, linear=(frozenset({0}), frozenset({1})))
+
+
+def einsum(node: Node, values: Mapping[str, Value]) -> Rule | None:
+    """einsum(equation, tensors): the equation is the rule. Ellipses and repeated letters (diagonals) have none."""
+    equation = str(node.args[0]).replace(" ", "")
+    left, arrow, right = equation.partition("->")
+    terms = left.split(",")
+    if not arrow or "." in equation or any(len(set(term)) != len(term) for term in (*terms, right)):
+        return None
     tensors = _tensors(node, values)
-    ranks = tuple(len(value.shape) for value in tensors)
-    if min(ranks) >= 2:
-        try:
-            return parse_rule("b.. n i, b.. i o -> b.. n o", tensors, node.outputs, linear=((0,), (1,)))
-        except ValueError:  # leading dims that broadcast
-            return None
-    notation = {(1, 1): "i, i ->", (2, 1): "n i, i -> n", (1, 2): "i, i o -> o"}.get(ranks)
-    return parse_rule(notation, tensors, node.outputs, linear=((0,), (1,))) if notation else None
+    sizes: dict[str, int] = {}
+    for term, value in zip(terms, tensors, strict=True):
+        for letter, size in zip(term, value.shape, strict=True):
+            if sizes.setdefault(letter, size) != size:
+                return None
+    operands = tuple(tuple((letter,) for letter in term) for term in terms)
+    linear = tuple(frozenset({n}) for n in range(len(terms)))
+    return Rule(operands, (tuple((letter,) for letter in right),), sizes, linear=linear)
 
 
 def embedding(node: Node, values: Mapping[str, Value]) -> Rule:
-    return parse_rule(
-        "v h, b.. -> b.. h", _tensors(node, values), node.outputs, special={"v": Special("vocab_embedding", (None,))}
-    )
+    """embedding(table, ids, padding_idx, scale_grad_by_freq, sparse).
+
+    A gradient scaled by how often an id occurs needs all ids at once, and so the whole table and all ids.
+    """
+    tensors = _tensors(node, values)
+    if option(node, 3, "scale_grad_by_freq", False):
+        found = parse_rule("[v] h, b.. -> b.. h", tensors, node.outputs)
+        return replace(found, whole=frozenset(found.letters()) - {"h"})
+    return parse_rule("v h, b.. -> b.. h", tensors, node.outputs, special={"v": Special("vocab_embedding", (None,))})
 
 
 def attention(node: Node, values: Mapping[str, Value]) -> Rule | None:
@@ -61,50 +112,51 @@ def attention(node: Node, values: Mapping[str, Value]) -> Rule | None:
     Leading dims (batch, heads) are free. Queries may be cut unless the mask is causal by position.
     """
     tensors = _tensors(node, values)
-    options = dict(node.kwargs)
-    causal = options.get("is_causal", node.args[5] if len(node.args) > 5 else False)
-    grouped = options.get("enable_gqa", False)
+    causal = option(node, 5, "is_causal", False)
+    grouped = dict(node.kwargs).get("enable_gqa", False)
     mask = tensors[3] if len(tensors) > 3 else None
     query = "[q]" if causal else "q"
+    heads = "h"
+    sizes: dict[str, int] = {}
     if grouped and tensors[0].shape[-3] != tensors[1].shape[-3]:
-        sizes = {"kv": tensors[1].shape[-3]}
-        notation = f"b.. (kv g) {query} [d], b.. kv [s] [d], b.. kv [s] [e] -> b.. (kv g) {query} [e]"
-        if mask is not None:
-            return None
-        return parse_rule(notation, tensors, node.outputs, sizes=sizes)
-    notation = f"b.. {query} [d], b.. [s] [d], b.. [s] [e]"
+        heads, sizes = "(kv g)", {"kv": tensors[1].shape[-3]}
+    parts = (f"b.. {heads}", "b.. kv") if sizes else ("b..", "b..")
+    notation = f"{parts[0]} {query} [d], {parts[1]} [s] [d], {parts[1]} [s] [e] -> {parts[0]} {query} [e]"
+    try:
+        base = parse_rule(notation, tensors[:3], node.outputs, sizes=sizes)
+    except ValueError:  # leading dims that broadcast
+        return None
     if mask is None:
-        return parse_rule(f"{notation} -> b.. {query} [e]", tensors, node.outputs)
-    base = parse_rule(f"{notation} -> b.. {query} [e]", tensors[:3], node.outputs)
-    full = (*base.operands[0][:-1], ("s",))
-    sizes = tuple(base.sizes[dim[0]] for dim in full)
-    dims = []
-    for size, dim, whole in zip(mask.shape[::-1], full[::-1], sizes[::-1], strict=False):
-        if size not in (1, whole):
+        return base
+    full: Dims = (*base.operands[0][:-1], ("s",))
+    dims: list[Dim] = []
+    for size, dim in zip(mask.shape[::-1], full[::-1], strict=False):
+        if size not in (1, math.prod(base.sizes[letter] for letter in dim)):
             return None
-        dims.append(dim if size == whole else ())
-    operands = (*base.operands, tuple(reversed(dims)))
-    return Rule(operands, base.outputs, base.sizes, base.whole)
+        dims.append(dim if size != 1 else ())
+    return Rule((*base.operands, tuple(reversed(dims))), base.outputs, base.sizes, base.whole)
 
 
 def convolution(node: Node, values: Mapping[str, Value]) -> Rule | None:
-    """conv1d/2d/3d(input, weight, bias, stride, padding, dilation, groups); input [n, c, spatial..]."""
+    """conv1d/2d/3d(input, weight, bias, stride, padding, dilation, groups); input [n, c, spatial..].
+
+    conv_transpose1d/2d/3d(input, weight, bias, stride, padding, output_padding, groups, dilation); weight [c, o, ..].
+    """
     tensors = _tensors(node, values)
-    spatial = len(tensors[0].shape) - 2
-    if spatial < 1:
+    spatial = len(tensors[1].shape) - 2
+    if len(tensors[0].shape) != spatial + 2:  # no batch dim
         return None
-    groups = dict(node.kwargs).get("groups", node.args[6] if len(node.args) > 6 else 1)
-    inside = " ".join(f"[s{i}]" for i in range(spatial))
-    kernel = " ".join(f"[k{i}]" for i in range(spatial))
-    result = " ".join(f"[t{i}]" for i in range(spatial))
+    groups = int(option(node, 6, "groups", 1))
+    inside, kernel, result = (" ".join(f"[{x}{i}]" for i in range(spatial)) for x in "skt")
+    transposed = "transpose" in node.op
     if groups == 1:
-        notation = f"n c {inside}, o c {kernel}{{}} -> n o {result}"
-        sizes = {}
-        bias = ", o"
+        weight = "c o" if transposed else "o c"
+        notation, bias, sizes = f"n c {inside}, {weight} {kernel}{{}} -> n o {result}", ", o", {}
     else:
-        notation = f"n (g c) {inside}, (g o) [c] {kernel}{{}} -> n (g o) {result}"
-        sizes = {"g": groups, "o": tensors[1].shape[0] // groups, "c": tensors[1].shape[1]}
-        bias = ", (g o)"
+        # Only whole groups can be cut: the letters inside a group belong together.
+        weight = "(g c) [o]" if transposed else "(g o) [c]"
+        notation, bias = f"n (g c) {inside}, {weight} {kernel}{{}} -> n (g o) {result}", ", (g o)"
+        sizes = {"g": groups, "c": tensors[0].shape[1] // groups, "o": node.output.shape[1] // groups}
     with_bias = len(tensors) == 3
     found = parse_rule(
         notation.format(bias if with_bias else ""),
@@ -114,44 +166,4 @@ def convolution(node: Node, values: Mapping[str, Value]) -> Rule | None:
         linear=((0, 2), (1, 2)) if with_bias else ((0,), (1,)),
         sizes=sizes,
     )
-    # Only whole groups can be cut: the letters inside a group belong together.
-    return found if groups == 1 else Rule(
-        found.operands, found.outputs, found.sizes, found.whole | {"o", "c"}, found.additive, found.linear
-    )  # fmt: skip
-
-
-def index(node: Node, values: Mapping[str, Value]) -> Rule | None:
-    """index.Tensor(x, indices) with the leading dims of x indexed: x whole there, the index tensors carry letters."""
-    indices = node.args[1]
-    if not isinstance(indices, tuple) or not all(isinstance(item, Ref) for item in indices):
-        return None
-    tensors = _tensors(node, values)
-    source, index_tensors = tensors[0], tensors[1:]
-    if any(value.dtype == "bool" for value in index_tensors):
-        return None
-    rest = len(source.shape) - len(index_tensors)
-    picked = len(node.output.shape) - rest
-    full = node.output.shape[:picked]
-    sizes: dict[str, int] = {f"i{n}": size for n, size in zip(range(picked, 0, -1), full, strict=True)}
-    sizes |= {f"r{n}": source.shape[len(index_tensors) + n] for n in range(rest)}
-    sizes |= {f"x{n}": source.shape[n] for n in range(len(index_tensors))}
-    operands = [tuple((f"x{n}",) for n in range(len(index_tensors))) + tuple((f"r{n}",) for n in range(rest))]
-    for value in index_tensors:
-        dims = []
-        for n, size in zip(range(len(value.shape), 0, -1), value.shape, strict=True):
-            dims.append((f"i{n}",) if size == full[-n] else ())
-        operands.append(tuple(dims))
-    output = tuple((f"i{n}",) for n in range(picked, 0, -1)) + tuple((f"r{n}",) for n in range(rest))
-    whole = frozenset(f"x{n}" for n in range(len(index_tensors)))
-    return Rule(tuple(operands), (output,), sizes, whole, linear=(frozenset({0}),))
-
-
-def index_select(node: Node, values: Mapping[str, Value]) -> Rule:
-    """index_select(x, dim, index): x is read whole along dim, the index carries a letter of its own."""
-    source, index = _tensors(node, values)
-    dim = int(node.args[1]) % len(source.shape)
-    letters = [f"d{i}" for i in range(len(source.shape))]
-    sizes = dict(zip(letters, source.shape, strict=True)) | {"i": index.numel}
-    inside = tuple((letter,) for letter in letters)
-    out = tuple(("i",) if d == dim else (letter,) for d, letter in enumerate(letters))
-    return Rule((inside, (("i",),)), (out,), sizes, frozenset({letters[dim]}), linear=(frozenset({0}),))
+    return found if groups == 1 else replace(found, whole=found.whole | {"c", "o"})

@@ -1,8 +1,8 @@
 """Where dims can be cut inside: the cut points of merged dims, spread over the graph.
 
-A view (b s) -> b s lets its dim be cut behind b. Any operator on that tensor may then be cut there too: its letter for the
-dim offers S(d, outer). Each tensor dim holds a set of outers; each operator passes them on between the dims that hold
-the same letter, until nothing changes (a fixpoint: sets only grow and outers divide the dim's size).
+A view (b s) -> b s lets its dim be cut behind b. Any operator on that tensor may then be cut there too: its letter for
+the dim offers S(d, outer). Each tensor dim holds a set of outers; each operator passes them on between the dims that
+hold the same letter, until nothing changes (a fixpoint: sets only grow and outers divide the dim's size).
 
     outer of the letter in a dim  p        cut y inside the letter  <->  outer p * y of the dim
 """
@@ -42,9 +42,7 @@ def find_cuts(graph: Graph, rules: Mapping[str, Rule] | None = None) -> Mapping[
     return {name: {letter: frozenset(c) for letter, c in letters.items() if c} for name, letters in found.items()}
 
 
-def _spread(
-    node: Node, rule: Rule, outers: dict[tuple[str, int], set[int]], letters: dict[str, set[int]]
-) -> list[str]:
+def _spread(node: Node, rule: Rule, outers: dict[tuple[str, int], set[int]], letters: dict[str, set[int]]) -> list[str]:
     """Pass cut points through one operator; the tensors that gained one."""
     tensors = [*zip(node.operands, rule.operands, strict=True)]
     tensors += [(value.name, dims) for value, dims in zip(node.outputs, rule.outputs, strict=True)]

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from planner.ir.graph import Node, Value
-from planner.sharding_rules.rule import Dims, Rule
+from planner.ir.graph import Node, Ref, Value
+from planner.sharding_rules.rule import Dim, Dims, Rule
 
 UNARY = frozenset(
-    "abs acos acosh asin asinh atan atanh bitwise_not celu ceil clamp clamp_max clamp_min cos cosh deg2rad elu erf erfc "
-    "erfinv exp exp2 expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma "
-    "log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num pow relu relu6 round rsqrt selu sgn sigmoid sign "
-    "silu sin sinh softplus softshrink softsign sqrt square tan tanh threshold trunc zeros_like ones_like full_like".split()
+    "abs acos acosh asin asinh atan atanh bitwise_not ceil celu clamp clamp_max clamp_min cos cosh deg2rad elu erf "
+    "erfc erfinv exp exp2 expm1 floor frac full_like gelu hardshrink hardsigmoid hardswish hardtanh isfinite isinf "
+    "isnan leaky_relu lgamma log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num ones_like pow "
+    "reciprocal relu relu6 round rsqrt selu sgn sigmoid sign silu sin sinc sinh softplus softshrink softsign sqrt "
+    "square tan tanh threshold trunc zeros_like".split()
 )
 BINARY = frozenset(
-    "__and__ __or__ __xor__ __iand__ __ior__ atan2 bitwise_and bitwise_or bitwise_xor eq floor_divide fmax fmin fmod ge gt "
-    "hypot le logaddexp logical_and logical_or logical_xor lt maximum minimum masked_fill ne prelu remainder lerp addcmul "
-    "addcdiv xlogy bitwise_left_shift bitwise_right_shift".split()
+    "__and__ __iand__ __ior__ __or__ __xor__ addcdiv addcmul atan2 bitwise_and bitwise_left_shift bitwise_or "
+    "bitwise_right_shift bitwise_xor copysign eq floor_divide fmax fmin fmod ge gt heaviside hypot le lerp logaddexp "
+    "logical_and logical_or logical_xor lt masked_fill maximum minimum ne remainder xlogy".split()
 )
-LINEAR_UNARY = frozenset("neg _to_copy to detach dropout negative type_as".split())
+LINEAR_UNARY = frozenset("neg _to_copy to detach dropout negative positive type_as".split())
 ADDITIONS = frozenset("add sub rsub subtract".split())
 PRODUCTS = frozenset("mul multiply".split())
 QUOTIENTS = frozenset("div divide true_divide".split())
@@ -46,10 +47,10 @@ def rule(node: Node, values: Mapping[str, Value], base: str) -> Rule | None:
 
 
 def broadcast_dims(shape: tuple[int, ...], full: tuple[int, ...]) -> Dims | None:
-    """Letters of a tensor of ``shape`` broadcast to ``full``: d1 is the last dim, d2 the one before. None: does not fit."""
+    """Letters of a tensor of ``shape`` broadcast to ``full``: d1 is the last dim, d2 the one before. None: no fit."""
     if len(shape) > len(full):
         return None
-    dims = []
+    dims: list[Dim] = []
     for i, size in zip(range(len(shape), 0, -1), shape, strict=True):
         if size == full[-i]:
             dims.append((f"d{i}",))
@@ -69,9 +70,17 @@ def _linear(node: Node, base: str) -> tuple[frozenset[int], ...]:
     if base in PRODUCTS:
         return tuple(frozenset({i}) for i in range(tensors))
     if base in QUOTIENTS:
-        return (frozenset({0}),) if not dict(node.kwargs).get("rounding_mode") else ()
+        rounds = dict(node.kwargs).get("rounding_mode")
+        return (frozenset({0}),) if isinstance(node.args[0], Ref) and not rounds else ()
     if base == "where" and tensors == 3:
         return (frozenset({1, 2}),)
-    if base == "zeros_like":
-        return ()
     return ()
+
+
+def prelu(node: Node, values: Mapping[str, Value]) -> Rule:
+    """prelu(x [n, c, ..], weight [c] or [1]): the weight lies along dim 1, not the last."""
+    shape, weight = values[node.operands[0]].shape, values[node.operands[1]].shape
+    dims = tuple((f"d{i}",) for i in range(len(shape)))
+    along = ((),) if weight == (1,) and shape[1:2] != (1,) else (dims[1] if len(shape) > 1 else (),)
+    sizes = {f"d{i}": size for i, size in enumerate(shape)}
+    return Rule((dims, along if weight else ()), (dims,), sizes)

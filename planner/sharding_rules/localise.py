@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from planner.ir.graph import Argument, Node, Ref, Value
-from planner.sharding_rules.rule import Strategy
+from planner.sharding_rules.rule import Strategy, option
 
 
 def localise(
     node: Node, original: Node, outputs: tuple[Value, ...], strategy: Strategy, axis: str, k: int
 ) -> tuple[Node, ...]:
-    """The local nodes of ``node`` (operands already renamed) with local ``outputs``. ``original``: with global shapes."""
+    """The local nodes of ``node`` (operands already renamed), with local ``outputs``. ``original``: global shapes."""
     local = replace(node, outputs=outputs)
     if strategy.local:
         return (replace(local, op=strategy.local, kwargs=_with_axis(local, axis)),)
@@ -53,23 +53,21 @@ def _is_cut(strategy: Strategy, dim: int) -> bool:
 
 
 def _slice(node: Node, original: Node, strategy: Strategy, k: int) -> tuple[Argument, ...]:
-    dim = int(node.args[1] if len(node.args) > 1 else 0) % len(node.output.shape)
+    dim = int(option(node, 1, "dim", 0)) % len(node.output.shape)
     if not _is_cut(strategy, dim):
         return node.args
     length = original.output.shape[dim]
     start = int(node.args[2] or 0) if len(node.args) > 2 else 0
-    if start < 0:
-        raise ValueError(f"{original.name}: a slice from the end cannot be cut; it must be normalised first")
     return (node.args[0], dim, start // k, (start + length) // k)
 
 
 def _split(node: Node, original: Node, strategy: Strategy, k: int) -> tuple[Argument, ...]:
-    dim = int(node.args[2] if len(node.args) > 2 else 0) % len(node.output.shape)
+    dim = int(option(node, 2, "dim", 0)) % len(node.output.shape)
     if not _is_cut(strategy, dim):
         return node.args
     sizes = node.args[1]
     local = tuple(int(size) // k for size in sizes) if isinstance(sizes, tuple) else int(sizes) // k
-    return (node.args[0], local, dim)
+    return (node.args[0], local, *node.args[2:])
 
 
 def _groups_at(place: int) -> Callable[[Node, Node, Strategy, int], tuple[Argument, ...]]:
@@ -98,4 +96,7 @@ SIZES: dict[str, Callable[[Node, Node, Strategy, int], tuple[Argument, ...]]] = 
     "conv1d": _groups_at(6),
     "conv2d": _groups_at(6),
     "conv3d": _groups_at(6),
+    "conv_transpose1d": _groups_at(6),
+    "conv_transpose2d": _groups_at(6),
+    "conv_transpose3d": _groups_at(6),
 }

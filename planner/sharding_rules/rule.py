@@ -15,8 +15,8 @@ Cutting one letter on a mesh axis of k devices is a strategy (``strategies``):
     an additive operand (a bias) under a contracted one P:R
     a result without it                                 P:R     a partial sum
 
-Besides the letters every operator may run whole (``R``: all R:R), on whole values with partial gradients (``RP``: all R:P,
-because a vector-Jacobian product is linear), and on partial values where it is linear (``P``).
+Besides the letters every operator may run whole (``R``: all R:R), on whole values with partial gradients (``RP``: all
+R:P, because a vector-Jacobian product is linear), and on partial values where it is linear (``P``).
 A letter may also be cut inside: ``o@3`` sees a letter o as (3, k, rest), as a fused QKV projection needs.
 """
 
@@ -26,7 +26,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from planner.ir.graph import Node, Value
+from planner.ir.graph import Argument, Node, Value
 from planner.ir.layout import PARTIAL, REPLICATED, WHOLE, Pair, shard
 
 Dim = tuple[str, ...]
@@ -37,8 +37,9 @@ Dims = tuple[Dim, ...]
 class Strategy:
     """One way to run an operator on one mesh axis: a pair per tensor operand and per result.
 
-    ``letter``: the letter that is cut ('' for R, RP, P). ``local``: name of the local form when running the same operator
-    on the shards is not enough ('vocab_embedding', ...). ``divide``: results are divided by the axis degree (means).
+    ``letter``: the letter that is cut ('' for R, RP, P). ``local``: name of the local form when running the same
+    operator on the shards is not enough ('vocab_embedding', ...). ``divide``: results are divided by the axis degree
+    (means).
     """
 
     name: str
@@ -62,9 +63,9 @@ class Special:
 class Rule:
     """``operands``/``outputs``: letters of each dim of each tensor. ``whole``: letters that must not be cut.
 
-    ``additive``: operands that are added after the contraction. ``linear``: sets of operands through which a partial value
-    passes. ``mean``: contracted letters are averaged. ``special``: letters whose cut needs a local form of its own.
-    ``partial_gradient``: False when the backward is not linear in the gradient.
+    ``additive``: operands that are added after the contraction. ``linear``: sets of operands through which a partial
+    value passes. ``mean``: contracted letters are averaged. ``special``: letters whose cut needs a local form of its
+    own. ``partial_gradient``: False when the backward is not linear in the gradient.
     """
 
     operands: tuple[Dims, ...]
@@ -91,6 +92,11 @@ class Rule:
                     outer *= self.sizes[before]
                 return index, outer
         return None
+
+
+def option(node: Node, place: int, name: str, default: Argument) -> Argument:
+    """The argument called ``name``, given by keyword or at ``place``."""
+    return dict(node.kwargs).get(name, node.args[place] if len(node.args) > place else default)
 
 
 def parse_rule(

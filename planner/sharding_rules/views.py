@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from planner.ir.graph import Node, Value
-from planner.sharding_rules.rule import Dim, Dims, Rule
+from planner.sharding_rules.rule import Dim, Dims, Rule, option
 
 PASS = (frozenset({0}),)
 
@@ -47,7 +47,7 @@ def view(node: Node, values: Mapping[str, Value]) -> Rule:
 
 def _groups(source: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The smallest runs of dims on both sides that hold the same number of elements."""
-    groups = []
+    groups: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     i = j = 0
     while i < len(source) or j < len(target):
         left = [source[i]] if i < len(source) else []
@@ -125,8 +125,9 @@ def expand(node: Node, values: Mapping[str, Value]) -> Rule:
 
 
 def repeat(node: Node, values: Mapping[str, Value]) -> Rule:
-    """repeat(x, times): a dim of n repeated r times is (r n)."""
+    """repeat(x, times) and tile: a dim of n repeated r times is (r n)."""
     shape, times = values[node.operands[0]].shape, node.args[1]
+    times = (1,) * (len(shape) - len(times)) + tuple(times)
     offset = len(times) - len(shape)
     padded = (1,) * offset + shape
     sizes = {f"d{i}": s for i, s in enumerate(padded)} | {f"r{i}": int(t) for i, t in enumerate(times)}
@@ -136,24 +137,45 @@ def repeat(node: Node, values: Mapping[str, Value]) -> Rule:
     return Rule((inside,), (out,), sizes, whole, linear=PASS)
 
 
-def slice_dim(node: Node, values: Mapping[str, Value]) -> Rule:
-    """slice(x, dim, start, end, step): a slice that is one of equal chunks sees its dim as (c r)."""
+def repeat_interleave(node: Node, values: Mapping[str, Value]) -> Rule | None:
+    """repeat_interleave(x, times, dim): each element of a dim of n repeated r times is (n r)."""
+    shape, times = values[node.operands[0]].shape, node.args[1]
+    dim = option(node, 2, "dim", None)
+    if not isinstance(times, int) or dim is None:
+        return None
+    letters = _names("d", len(shape))
+    sizes = dict(zip(letters, shape, strict=True)) | {"r": times}
+    inside = tuple((x,) for x in letters)
+    out = tuple((x, "r") if i == int(dim) % len(shape) else (x,) for i, x in enumerate(letters))
+    return Rule((inside,), (out,), sizes, frozenset({"r"}), linear=PASS)
+
+
+def last_dim(node: Node, values: Mapping[str, Value]) -> Rule:
+    """view_as_complex [.., 2] -> [..] and view_as_real [..] -> [.., 2]."""
     shape, out = values[node.operands[0]].shape, node.output.shape
-    dim = int(node.args[1] if len(node.args) > 1 else 0) % len(shape)
-    start, step = slice_start(node, shape), int(node.args[4] if len(node.args) > 4 else 1)
-    return _chunk_rule(shape, dim, out[dim], step == 1 and start % max(out[dim], 1) == 0, len(node.outputs))
+    letters = _names("d", max(len(shape), len(out)))
+    sizes = dict(zip(letters, shape if len(shape) > len(out) else out, strict=True))
+    inside, outside = (tuple((x,) for x in letters[: len(s)]) for s in (shape, out))
+    return Rule((inside,), (outside,), sizes, frozenset({letters[-1]}), linear=PASS)
 
 
-def slice_start(node: Node, shape: tuple[int, ...]) -> int:
-    dim = int(node.args[1] if len(node.args) > 1 else 0) % len(shape)
+def slice_dim(node: Node, values: Mapping[str, Value]) -> Rule:
+    """slice(x, dim, start, end, step): a slice that is one of equal chunks sees its dim as (c r).
+
+    Starts are counted from the front (planner.normalise makes them so); one from the end keeps the dim whole.
+    """
+    shape, out = values[node.operands[0]].shape, node.output.shape
+    dim = int(option(node, 1, "dim", 0)) % len(shape)
     start = node.args[2] if len(node.args) > 2 and node.args[2] is not None else 0
-    return max(0, min(int(start) + (shape[dim] if start < 0 else 0), shape[dim]))
+    step = int(node.args[4]) if len(node.args) > 4 else 1
+    aligned = step == 1 and start >= 0 and start % max(out[dim], 1) == 0
+    return _chunk_rule(shape, dim, out[dim], aligned, len(node.outputs))
 
 
 def split(node: Node, values: Mapping[str, Value]) -> Rule:
     """split, split_with_sizes, chunk into equal parts: dim (c r) -> r each."""
     shape = values[node.operands[0]].shape
-    dim = int(dict(node.kwargs).get("dim", node.args[2] if len(node.args) > 2 else 0)) % len(shape)
+    dim = int(option(node, 2, "dim", 0)) % len(shape)
     lengths = {value.shape[dim] for value in node.outputs}
     length = node.output.shape[dim]
     return _chunk_rule(shape, dim, length, len(lengths) == 1, len(node.outputs))
@@ -181,7 +203,7 @@ def _chunk_rule(shape: tuple[int, ...], dim: int, length: int, aligned: bool, ou
 def remove_dim(node: Node, values: Mapping[str, Value]) -> Rule:
     """select(x, dim, index) and unbind(x, dim): the dim is read whole."""
     shape = values[node.operands[0]].shape
-    dim = int(node.args[1] if len(node.args) > 1 else 0) % len(shape)
+    dim = int(option(node, 1, "dim", 0)) % len(shape)
     letters = _names("d", len(shape))
     sizes = dict(zip(letters, shape, strict=True))
     out = tuple((x,) for i, x in enumerate(letters) if i != dim)
@@ -196,7 +218,7 @@ def cat(node: Node, values: Mapping[str, Value]) -> Rule | None:
     rank = len(node.output.shape)
     if any(len(shape) != rank for shape in shapes):
         return None
-    dim = int(dict(node.kwargs).get("dim", node.args[1] if len(node.args) > 1 else 0)) % rank
+    dim = int(option(node, 1, "dim", 0)) % rank
     letters = _names("d", rank)
     sizes = dict(zip(letters, node.output.shape, strict=True))
     joint = (frozenset(range(len(shapes))),)
@@ -222,7 +244,7 @@ def cat(node: Node, values: Mapping[str, Value]) -> Rule | None:
 def stack(node: Node, values: Mapping[str, Value]) -> Rule:
     shape = values[node.operands[0]].shape
     rank = len(node.output.shape)
-    dim = int(node.args[1] if len(node.args) > 1 else 0) % rank
+    dim = int(option(node, 1, "dim", 0)) % rank
     letters = _names("d", len(shape))
     inside = tuple((x,) for x in letters)
     sizes = dict(zip(letters, shape, strict=True)) | {"c": len(node.operands)}
@@ -232,20 +254,27 @@ def stack(node: Node, values: Mapping[str, Value]) -> Rule:
 
 
 def pad(node: Node, values: Mapping[str, Value]) -> Rule:
-    """pad(x, amounts): padded dims stay whole."""
+    """pad(x, amounts, mode, value), amounts (left, right) of the last dim first: padded dims stay whole.
+
+    Linear unless filled with a constant other than zero.
+    """
     shape, out = values[node.operands[0]].shape, node.output.shape
+    amounts = node.args[1]
+    rest = [a for a in node.args[2:] if a is not None]
+    constant = node.op.startswith("aten.constant_pad_nd") or not rest or rest[0] == "constant"
+    number = next((a for a in rest if not isinstance(a, str)), dict(node.kwargs).get("value") or 0)
     letters = _names("d", len(shape))
     sizes = dict(zip(letters, shape, strict=True))
-    outside = []
-    whole = set()
-    for i, (a, b) in enumerate(zip(shape, out, strict=True)):
-        if a == b:
-            outside.append((letters[i],))
-        else:
-            sizes[f"p{i}"] = b
-            whole |= {letters[i], f"p{i}"}
-            outside.append((f"p{i}",))
-    return Rule((tuple((x,) for x in letters),), (tuple(outside),), sizes, frozenset(whole))
+    outside: list[Dim] = [(x,) for x in letters]
+    whole: set[str] = set()
+    for place in range(0, len(amounts), 2):
+        d = len(shape) - 1 - place // 2
+        if amounts[place : place + 2] != (0, 0):
+            sizes[f"p{d}"] = out[d]
+            whole |= {letters[d], f"p{d}"}
+            outside[d] = (f"p{d}",)
+    linear = PASS if not constant or number == 0 else ()
+    return Rule((tuple((x,) for x in letters),), (tuple(outside),), sizes, frozenset(whole), linear=linear)
 
 
 def filled(node: Node, values: Mapping[str, Value]) -> Rule:
