@@ -6,7 +6,9 @@ have equal text and share one class. Consecutive calls of one class with the sam
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from planner.batch import MICRO
@@ -142,7 +144,27 @@ def _statement(node: Node, scope: _Scope, micro_batches: int, site: str) -> str:
     if len(node.outputs) == 1 and base_name(node.op) in TUPLES:
         left += ","
     line = f"{left} = {right}"
+    if len(line) >= LINE - 8:
+        return f"{left} = {_wrapped_call(right)}"
     return line + comment if len(line) + len(comment) < LINE else line
+
+
+def _wrapped_call(text: str) -> str:
+    """``f(a, b, ...)`` with its arguments on lines of their own."""
+    call = re.fullmatch(r"([\w.]+)\((.*)\)", text)
+    if call is None:
+        return text
+    inside = textwrap.wrap(call[2], LINE - 20, break_long_words=False)
+    return f"{call[1]}(\n" + "".join(f"            {line}\n" for line in inside) + "        )"
+
+
+def _wrapped(names: Sequence[str]) -> str:
+    """Names with commas; in parentheses over several lines where they are many."""
+    text = ", ".join(names)
+    if len(text) < LINE - 40:
+        return text
+    inside = textwrap.wrap(text + ",", LINE - 20)
+    return "(\n" + "".join(f"            {line}\n" for line in inside) + "        )"
 
 
 TUPLES = frozenset({"split", "split_with_sizes", "chunk", "unbind"})
@@ -196,8 +218,7 @@ def _segment_body(segment: SegmentText, stage: StageText) -> tuple[str, bool, bo
             if inside:
                 lines.append(f"# {inside}")
         lines.append(_statement(node, scope, stage.micro_batches, site))
-    returned = ", ".join(scope(name) for name in segment.returns)
-    lines.append(f"return {returned}")
+    lines.append("return " + _wrapped([scope(name) for name in segment.returns]))
     body = "".join(f"        {line}\n" for line in lines)
     return f"    def forward(self, {', '.join(arguments)}):\n{body}", random, takes_rng
 
@@ -280,13 +301,13 @@ def _calls(stage: StageText, chosen: list[_Class], scope: _Scope) -> list[str]:
         left = []
         for position, name in enumerate(segment.returns):
             reads = _main_reads(segment, stage)
-            reuse = position == 0 and len(reads) == 1 and not _read_later(reads[0], i, stage)
+            reuse = position == 0 and len(reads) == 1 and name != stage.loss and not _read_later(reads[0], i, stage)
             if reuse and scope(reads[0]) not in [x for x in left]:
                 scope.names[name] = scope(reads[0])
             else:
                 scope.bind(name, "loss" if name == stage.loss else "x")
             left.append(scope(name))
-        lines.append(f"{', '.join(left)} = self.segments[{i}]({arguments})  # {segment.label}")
+        lines.append(f"{_wrapped(left)} = self.segments[{i}]({arguments})  # {segment.label}")
         i += 1
     return lines
 
