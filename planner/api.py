@@ -27,7 +27,7 @@ from planner.ir.plan import Plan
 from planner.ir.program import Program
 from planner.ir.verify import verify_plan
 from planner.lower import lower
-from planner.parallel import Parallel
+from planner.parallel import OptimizerFactory, Parallel
 from planner.report.comparison import ComparisonRow
 from planner.sizes import parse_bytes
 from planner.solve.configuration import Evaluator, Problem
@@ -334,15 +334,15 @@ def _measured(
 ) -> ComparisonRow:
     """The row with the median time of a training step on local ranks."""
     assert row.plan is not None
-    factory = {
+    factories: dict[str, OptimizerFactory] = {
         "adamw": torch.optim.AdamW,
         "sgd": torch.optim.SGD,
         "sgd-momentum": lambda params: torch.optim.SGD(params, momentum=0.9),
-    }[optimizer]
+    }
     try:
         program = lower(graph, row.plan)
         with Parallel(model, row.plan, program, False, start=lambda: LocalRanks.start(program.mesh.size)) as parallel:
-            parallel.set_optimizer(factory)
+            parallel.set_optimizer(factories[optimizer])
             times = parallel.measure(tensors, steps)
     except MeshwrightError as error:
         return replace(row, refused=f"not measured: {error}")

@@ -146,7 +146,7 @@ def compare(
     names = tuple(name.strip() for name in strategies.split(",")) if strategies is not None else None
     if names is not None and not all(names):
         raise BadInput(f"--strategies {strategies!r} holds an empty name; write for example auto,ddp,tp")
-    chosen = {} if names is None else {"strategies": names}
+    chosen: dict[str, Any] = {} if names is None else {"strategies": names}
     with _progress() as progress:
         progress("loading the model")
         loaded = _load_model(model, options["global_batch"], sequence_length, options["precision"], built=measure)

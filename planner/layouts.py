@@ -1,7 +1,7 @@
 """From a plan's table of strategies to a strategy for every operator of a graph, and back.
 
-A plan names an operator or weight once for all equal segments; what is made from inputs alone runs whole on tp and has no row. ``record`` writes that table, ``recall`` reads it against a graph and
-refuses what does not fit.
+A plan names an operator or weight once for all equal segments; what is made from inputs alone runs whole on tp and has
+no row. ``record`` writes that table, ``recall`` reads it against a graph and refuses what does not fit.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ def record(
         )
     by_leaf = leaf_classes(graph)
     for leaf in graph.leaves:
-        key = by_leaf[leaf.name]
+        leaf_key = by_leaf[leaf.name]
         readers = [node.segment for node in graph.consumers[leaf.name]]
-        if leaf.kind in ("parameter", "buffer") and key not in rows and tp > 1 and readers:
+        if leaf.kind in ("parameter", "buffer") and leaf_key not in rows and tp > 1 and readers:
             text = str(leaves[leaf.name])
-            rows[key] = OperatorLayout(
+            rows[leaf_key] = OperatorLayout(
                 leaf.name, leaf.kind, leaf.target, kinds[max(*readers, 0)], STORED if dp > 1 else "", text, text
             )
     return tuple(rows.values())

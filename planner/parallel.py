@@ -300,5 +300,6 @@ def _repeated(batches: Iterable[Any], steps: int | None) -> Iterator[Any]:
 
 def _progress_bar(shown: bool) -> Progress:
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"), TimeRemainingColumn())
+    words, loss = TextColumn("{task.description}"), TextColumn("{task.fields[loss]}")
+    columns = (words, BarColumn(), MofNCompleteColumn(), loss, TimeRemainingColumn())
     return Progress(*columns, console=console, disable=not shown or not console.is_terminal, transient=True)

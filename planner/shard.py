@@ -2,9 +2,10 @@
 
     shard(graph, axis, k, strategies, leaves)
 
-Every value gets its producer's pair; every operand whose strategy asks for another pair gets one ``convert`` node, made once
-per (value, target pair, segment); those of inputs and of values made from inputs alone once for all segments. Shapes in the result are local. Axes are applied one after another: dp, then micro
-(the micro-batches, an axis of time), then tp; a conversion of one axis is an ordinary operator for the next.
+Every value gets its producer's pair; every operand whose strategy asks for another pair gets one ``convert`` node, made
+once per (value, target pair, segment); those of inputs and of values made from inputs alone once for all segments. Shapes
+in the result are local. Axes are applied one after another: dp, then micro (the micro-batches, an axis of time), then tp;
+a conversion of one axis is an ordinary operator for the next.
 """
 
 from __future__ import annotations

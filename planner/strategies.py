@@ -55,7 +55,9 @@ def parse_strategy(text: str, gpus: int) -> HandPicked:
     mesh, named = _mesh(words[0], gpus, text)
     options = {**named, **_options(words[1:], text)}
     if mesh.size != gpus:
-        raise BadInput(f"strategy {text!r} is for {mesh.size} devices, but {gpus} are to be used; make the degrees multiply to {gpus}")
+        raise BadInput(
+            f"strategy {text!r} is for {mesh.size} devices, but {gpus} are to be used; make the degrees multiply to {gpus}"
+        )
     return HandPicked(
         text,
         mesh,

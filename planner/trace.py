@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -172,10 +172,10 @@ def _to_graph(
         if spec.kind.name == "USER_OUTPUT":
             loss = reader.names[result.name]
         elif spec.kind.name in ("BUFFER_MUTATION", "USER_INPUT_MUTATION"):
-            leaf = next((x for x in leaves.values() if x.target == _strip(spec.target)), None)
-            if leaf is None or leaf.kind != "buffer":
+            written = next((x for x in leaves.values() if x.target == _strip(spec.target)), None)
+            if written is None or written.kind != "buffer":
                 raise TraceError(f"the model writes into its input {spec.target!r}; return the new value instead")
-            writes.append((leaf.name, reader.names[result.name]))
+            writes.append((written.name, reader.names[result.name]))
     unique = tuple(dict.fromkeys(leaves.values()))
     graph = normalise(Graph(unique, tuple(reader.nodes), loss, tuple(writes), size))
     if not graph.values[loss].differentiable:
@@ -292,7 +292,7 @@ class _Reader:
         if op in SKIPPED_OPS:
             return
         if op in IDENTITY_OPS:
-            self.names[fx_node.name] = self.names[fx_node.args[0].name]  # type: ignore[union-attr]
+            self.names[fx_node.name] = self.names[fx_node.args[0].name]  # type: ignore[union-attr, index]
             return
         if op == "aten.broadcast_tensors.default":
             self.broadcast(fx_node)
@@ -301,7 +301,7 @@ class _Reader:
         kwargs = tuple((k, self.argument(v)) for k, v in fx_node.kwargs.items() if k not in DROPPED_KEYWORDS)
         op, args, kwargs, keep = _normalise(op, args, kwargs)
         module = _module_path(fx_node)
-        results = fx_node.meta.get("val")
+        results: Any = fx_node.meta["val"]
         if op.split(".")[1:2] in (["squeeze"], ["flatten"], ["unflatten"]):
             op, args, kwargs = "aten.view.default", (args[0], tuple(int(s) for s in results.shape)), ()
         if isinstance(results, torch.Tensor):
@@ -322,9 +322,9 @@ class _Reader:
         node = Node(op, args, tuple(outputs), kwargs, module)
         grad = any(self.values[name].differentiable for name in node.operands) and op not in NON_DIFFERENTIABLE
         outputs = [
-            Value(v.name, v.shape, v.dtype, grad and v.dtype.startswith(("float", "bfloat", "complex")) and i not in _STATISTICS.get(op, ()))
+            replace(v, differentiable=grad and _is_floating(v) and i not in _STATISTICS.get(op, ()))
             for i, v in enumerate(outputs)
-        ]  # fmt: skip
+        ]
         self.values.update((v.name, v) for v in outputs)
         self.nodes.append(Node(op, args, tuple(outputs), kwargs, module))
 
@@ -366,7 +366,13 @@ class _Reader:
         raise TraceError(f"an operator takes an argument of type {type(value).__name__}, which is not supported")
 
 
-NON_DIFFERENTIABLE = frozenset({"aten.detach.default", "aten.argmax.default", "aten.zeros_like.default", "aten.ones_like.default"})
+def _is_floating(value: Value) -> bool:
+    return value.dtype.startswith(("float", "bfloat", "complex"))
+
+
+NON_DIFFERENTIABLE = frozenset(
+    {"aten.detach.default", "aten.argmax.default", "aten.zeros_like.default", "aten.ones_like.default"}
+)
 _STATISTICS = {"batch_norm": (1, 2)}
 
 

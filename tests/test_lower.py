@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ import torch
 
 from costmodels.hardware import load_cluster
 from planner.errors import InvalidPlan
-from planner.ir.plan import OperatorLayout
 from planner.ir.program import Program
 from planner.lower import lower
 from planner.solve.configuration import Evaluator, Problem
@@ -27,9 +27,14 @@ GOLDEN = Path(__file__).parent / "golden"
 NAMES = ("gpt_tied", "resnet_digits", "hf_llama", "hf_gpt2", "hf_bert", "hf_vit", "mlp")
 
 
-def program_of(name: str, strategy: str, ranks: int) -> tuple[Case, Traced, Program]:
+@cache
+def case_of(name: str) -> tuple[Case, Traced]:
     case = MODELS[name](torch.float64 if name in ("gpt_tied", "resnet_digits", "mlp") else torch.float32)
-    found = traced(case)
+    return case, traced(case)
+
+
+def program_of(name: str, strategy: str, ranks: int) -> tuple[Case, Traced, Program]:
+    case, found = case_of(name)
     cluster = load_cluster("dgx-a100-80gb", ranks)
     problem = Problem(name, found.graph, cluster, "adamw", "float32", cluster.device.memory_bytes)
     return case, found, lower(found.graph, plan_by_hand(Evaluator(problem), strategy))
@@ -61,6 +66,7 @@ def test_running_the_text_gives_the_models_numbers(name: str, tmp_path: Path) ->
     inputs = input_tensors(case, found)
     (loss,) = stage(**{name: inputs[name] for name in program.stages[0].inputs})
     loss.backward()
+    case.model.zero_grad()
     truth = case.loss()
     truth.backward()
     torch.testing.assert_close(loss, truth)

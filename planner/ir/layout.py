@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 
 @dataclass(frozen=True, order=True)
@@ -75,6 +75,13 @@ class Pair:
     value: Placement
     gradient: Placement | None
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.value, self.gradient))
+
+    def __hash__(self) -> int:
+        return self._hash  # pairs are keys of large tables
+
     def __str__(self) -> str:
         return f"{self.value}:{self.gradient if self.gradient is not None else '-'}"
 
@@ -82,6 +89,7 @@ class Pair:
     def is_shard(self) -> bool:
         return self.value.kind == "S"
 
+    @lru_cache(maxsize=4096)  # noqa: B019 - few distinct pairs exist
     def without_gradient(self) -> Pair:
         return Pair(self.value, None)
 
@@ -99,6 +107,7 @@ PARTIAL = Pair(P, R)
 REPLICATED = Pair(R, P)
 
 
+@lru_cache(maxsize=4096)
 def shard(dim: int, outer: int = 1) -> Pair:
     return Pair(S(dim, outer), S(dim, outer))
 
@@ -121,6 +130,7 @@ def move(source: Placement, target: Placement) -> str:
 COMMUNICATING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 
 
+@lru_cache(maxsize=65536)
 def conversion(source: Pair, target: Pair) -> tuple[str, str]:
     """(forward move, backward move) of ``source -> target``; the backward move is 'none' where no gradient flows."""
     forward = move(source.value, target.value)

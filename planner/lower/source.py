@@ -16,7 +16,9 @@ WORDS = {
 }  # fmt: skip
 INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "__and__": "&", "__or__": "|", "eq": "==", "ne": "!=", "lt": "<",
          "le": "<=", "gt": ">", "ge": ">=", "bitwise_and": "&", "bitwise_or": "|"}  # fmt: skip
-METHODS = frozenset("transpose permute unsqueeze expand repeat split split_with_sizes chunk unbind t detach rsqrt cos sin tanh exp sqrt".split())
+METHODS = frozenset(
+    "transpose permute unsqueeze expand repeat split split_with_sizes chunk unbind t detach rsqrt cos sin tanh exp sqrt".split()
+)
 FUNCTIONS = {
     "linear": "F.linear", "embedding": "F.embedding", "layer_norm": "F.layer_norm", "gelu": "F.gelu", "silu": "F.silu",
     "relu": "F.relu", "conv1d": "F.conv1d", "conv2d": "F.conv2d", "conv3d": "F.conv3d", "addmm": "torch.addmm", "mm": "torch.mm",

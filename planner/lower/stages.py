@@ -8,7 +8,7 @@ them. Sums over micro-batches (token counts) are made by ``Stage.prologue`` befo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from planner.batch import MICRO, split_batch
@@ -65,7 +65,7 @@ class _Crossing:
 
 class _Lowering:
     def __init__(
-        self, whole: Graph, local: Graph, pairs: dict[str, Pair], leaves: dict[str, Pair], plan: Plan
+        self, whole: Graph, local: Graph, pairs: Mapping[str, Pair], leaves: Mapping[str, Pair], plan: Plan
     ) -> None:
         self.whole, self.local, self.plan = whole, local, plan
         self.pairs, self.leaves = pairs, leaves
@@ -196,7 +196,8 @@ class _Lowering:
         """The stage's tensors, and the attribute each has: (segment number or None for the stage, leaf) -> name."""
         first, end = self.plan.stages[index]
         written = {buffer for buffer, value in self.local.writes if self._stage_of_value(value) == index}
-        specs, attributes = [], {}
+        specs: list[StateSpec] = []
+        attributes: dict[tuple[int | None, str], str] = {}
         for leaf in self.whole.leaves:
             if leaf.kind == "input" or index not in self.stages_of.get(leaf.name, ()):
                 continue
@@ -208,7 +209,7 @@ class _Lowering:
             if on_stage:
                 attributes[None, leaf.name] = _attribute(leaf, "")
             owner = users[0] - first if len(users) == 1 and (leaf.kind == "parameter" or not on_stage) else None
-            names = [(number - first, attributes[number, leaf.name]) for number in users]
+            names: list[tuple[int | None, str]] = [(number - first, attributes[number, leaf.name]) for number in users]
             if on_stage:
                 names.append((None, attributes[None, leaf.name]))
             specs.append(self._state(leaf, owner, tuple(names)))

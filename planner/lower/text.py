@@ -291,7 +291,8 @@ def _calls(stage: StageText, chosen: list[_Class], scope: _Scope) -> list[str]:
             stand_in = replace(segment, returns=stage.segments[i + run - 1].returns)
             (entering,) = _main_reads(segment, stage)
             current = scope(entering)
-            arguments = _arguments(segment, made, scope, f"(i + {stage.first}) * {SITES_A_SEGMENT}" if stage.first else f"i * {SITES_A_SEGMENT}")
+            number = f"(i + {stage.first})" if stage.first else "i"
+            arguments = _arguments(segment, made, scope, f"{number} * {SITES_A_SEGMENT}")
             lines.append(f"for i in range({i}, {i + run}):  # {segment.label} … {stage.segments[i + run - 1].label}")
             lines.append(f"    {current} = self.segments[i]({arguments})")
             scope.names[stand_in.returns[0]] = current
@@ -302,7 +303,7 @@ def _calls(stage: StageText, chosen: list[_Class], scope: _Scope) -> list[str]:
         for position, name in enumerate(segment.returns):
             reads = _main_reads(segment, stage)
             reuse = position == 0 and len(reads) == 1 and name != stage.loss and not _read_later(reads[0], i, stage)
-            if reuse and scope(reads[0]) not in [x for x in left]:
+            if reuse and scope(reads[0]) not in left:
                 scope.names[name] = scope(reads[0])
             else:
                 scope.bind(name, "loss" if name == stage.loss else "x")

@@ -26,6 +26,7 @@ from planner.segment_cost import SegmentCost, stage_estimate
 from planner.segments import cut_into_segments, segment_count, segment_kinds, segment_label, segment_nodes
 from planner.shard import shard
 from planner.simulate import estimate_step
+from planner.solve.frontier import least_recomputation_s
 from planner.solve.letters import Keep, Letters, solve_letters, whole_letters
 
 FAST, LEAN = "fast", "lean"
@@ -117,14 +118,7 @@ class Evaluator:
         fewest = in_flight(configuration.schedule, mesh.pp, micro_batches, mesh.pp - 1)
         room = self.problem.memory_limit_bytes * mesh.pp * mesh.tp - sum(c.states_bytes for c in costs)
         excess = fewest * sum(c.activations_bytes for c in costs) - room
-        again = 0.0
-        savers = [(c.forward_s, fewest * (c.activations_bytes - c.input_bytes)) for c in costs]
-        for forward_s, saved in sorted((x for x in savers if x[1] > 0), key=lambda x: x[0] / x[1]):
-            if excess <= 0:
-                break
-            again += forward_s * min(1.0, excess / saved)
-            excess -= saved
-        return again
+        return least_recomputation_s(costs, fewest, excess)
 
     def letters(self, configuration: Configuration, variant: str = FAST, keep: Keep | None = None) -> Letters:
         """Strategies on tp; ``keep`` restricts them under the name ``variant``."""

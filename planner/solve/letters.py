@@ -113,6 +113,7 @@ class _Program:
         self.k = pricing.mesh.degree("tp")
         self.model = mathopt.Model()
         self.price: dict[mathopt.Variable, float] = {}
+        self.conversions_us: dict[tuple[int, Pair, Pair], float] = {}
         self.classes: dict[str, Hashable] = dict(node_classes(graph))
         self.representative: dict[Hashable, Node] = {}
         self.count: dict[Hashable, int] = {}
@@ -166,7 +167,7 @@ class _Program:
         groups: dict[Hashable, list[Leaf]] = {}
         for leaf in self.graph.leaves:
             readers = self.graph.consumers[leaf.name]
-            key = ("leaf", tuple(sorted({(self.classes[n.name], n.operands.index(leaf.name)) for n in readers})))
+            key: Hashable = ("leaf", tuple(sorted({(self.classes[n.name], n.operands.index(leaf.name)) for n in readers})))
             if leaf.kind in ("input", "constant") or not readers:
                 key = ("leaf", leaf.name)
             groups.setdefault(key, []).append(leaf)
@@ -175,8 +176,12 @@ class _Program:
             leaf = leaves[0]
             pairs = self._leaf_pairs(leaf, written)
             options = tuple(Strategy(str(pair), (), (pair,)) for pair in pairs)
-            count = sum(self._weight(min(n.segment for n in self.graph.consumers[x.name])) if self.graph.consumers[x.name] else 1 for x in leaves)
+            count = sum(self._leaf_weight(x) for x in leaves)
             self._one_strategy(key, options, [self._leaf_cost_us(leaf, pair) for pair in pairs], count)
+
+    def _leaf_weight(self, leaf: Leaf) -> int:
+        """How many equal leaves it stands for: as many as the first segment that reads it."""
+        return self._weight(min((node.segment for node in self.graph.consumers[leaf.name]), default=-1))
 
     def _leaf_pairs(self, leaf: Leaf, written: set[str]) -> list[Pair]:
         whole = _stored(leaf, WHOLE)
@@ -277,7 +282,11 @@ class _Program:
             row.set_coefficient(x, -1.0)
 
     def _conversion_us(self, whole: int, source: Pair, target: Pair) -> float:
-        return conversion_cost(whole, source, target, "tp", self.pricing).total_s * MICROSECONDS_PER_S
+        key = (whole, source, target)
+        if key not in self.conversions_us:
+            cost = conversion_cost(whole, source, target, "tp", self.pricing)
+            self.conversions_us[key] = cost.total_s * MICROSECONDS_PER_S
+        return self.conversions_us[key]
 
     # --- solving ------------------------------------------------------------------------------------------------------
 

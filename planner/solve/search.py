@@ -9,8 +9,8 @@ segments to recompute (stages.py).
         t = work of one micro-batch / tp        T >= t / (1 - (1 - 1/m)^pp)
 
     and t includes the forward passes that must be run again because not even an ideal sharding of the activations fits
-(Evaluator.forced_recomputation_s). The formula holds since with prefix_j + m t_j <= T for each stage j the times t_j can sum to no more than T (1 - (1 - 1/m)^pp)
-    (planner.simulate.lower_bound_s gives the premise). For pp = 1 this is m t.
+    (Evaluator.forced_recomputation_s). For pp = 1 this is m t. In general prefix_j + m t_j <= T for each stage j
+    (planner.simulate.lower_bound_s), and then the times t_j sum to no more than T (1 - (1 - 1/m)^pp).
 
 Configurations are taken by their bound. First a cheap one (the work of the whole batch on all devices), then this, then
 the plan itself; the search ends when the smallest bound left is no better than the best plan. A pruned configuration keeps

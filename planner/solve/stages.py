@@ -14,8 +14,8 @@ micro-batch, transfers r, gradient reduction G and update U a step, m micro-batc
 
 The search starts from an even split, which already rules out most intervals. The program minimises the bound; its answer is
 simulated; the split is excluded and the program solved again for a bound below the best simulated time, until there is
-none: then the best is proven. Times are integers, a 2^40th of the scale,
-rounded down.
+none: then the best is proven. Times are integers, a 2^40th of the scale, rounded down. Where the frontier is not exact, t
+holds the least extra time instead of the one found, and the bound remains one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ortools.sat.python import cp_model
 
@@ -35,6 +35,8 @@ from planner.solve.frontier import Frontier, Label
 
 UNITS = 2**40
 MOST_ROUNDS = 40
+# A bound this close to what was found proves it.
+RELATIVE_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,10 @@ class StageInfeasible:
 
 @dataclass(frozen=True)
 class _Interval:
-    """A stage that may hold segments [first, end): its recomputation and times in seconds."""
+    """A stage that may hold segments [first, end): its recomputation and times in seconds.
+
+    ``total_s``: a lower bound of forward and backward where the frontier is not exact, else their sum.
+    """
 
     first: int
     end: int
@@ -91,8 +96,10 @@ def choose_stages(
     if not problem.can_fit():
         return problem.least_missing()
     if pp == 1:
-        choice = problem.evaluate((0,))
-        return StageChoice(choice.stages, choice.recompute, choice.estimate, choice.estimate.step_time_s, problem.exact)
+        choice, only = problem.evaluate((0,)), problem.intervals[0][0]
+        found_s = choice.estimate.step_time_s
+        bound_s = found_s if problem.frontier.exact else min(found_s, micro_batches * only.total_s + only.per_step_s)
+        return replace(choice, bound_s=bound_s, proven=met(bound_s, found_s))
     return problem.solve(upper_bound_s, deadline, seed)
 
 
@@ -105,10 +112,6 @@ class _Problem:
         self.frontier = Frontier(segments)
         self.flights = [in_flight(schedule, pp, micro_batches, stage) for stage in range(pp)]
         self.intervals = [self._intervals(stage) for stage in range(pp)]
-
-    @property
-    def exact(self) -> bool:
-        return self.frontier.exact
 
     def _ranges(self, stage: int) -> list[tuple[int, int]]:
         """The intervals stage ``stage`` may hold, leaving one segment for every other stage."""
@@ -127,7 +130,8 @@ class _Problem:
             if label is not None:
                 part = self.segments[first:end]
                 forward = sum(s.forward_s for s in part)
-                backward = sum(s.backward_s for s in part) + label.extra_s
+                extra = self.frontier.least_extra_s(first, end, self.flights[stage], self.limit_bytes)
+                backward = sum(s.backward_s for s in part) + extra
                 per_step = sum(s.gradient_sync_per_step_s + s.optimizer_per_step_s for s in part)
                 transfer = 0.0 if stage == self.pp - 1 else part[-1].transfer_s
                 found.append(_Interval(first, end, label, forward, forward + backward, transfer, per_step))
@@ -207,14 +211,16 @@ class _Problem:
         below = min(upper_bound_s, best.estimate.step_time_s)
         allowed = [self.candidates(stage, before[stage], below) for stage in range(self.pp)]
         program = _Program(self, allowed, seed)
-        for _ in range(MOST_ROUNDS):
+        for number in range(MOST_ROUNDS):
+            # A split that was tried is left out of later bounds; that is right only if its own time is known exactly.
+            binds = self.frontier.exact or number == 0
             below = min(upper_bound_s, best.estimate.step_time_s)
             left = None if deadline is None else max(0.05, deadline - time.monotonic())
             picks, found_bound, complete = program.next_split(below, left)
             if picks is None:
-                bound = below if complete else bound
+                bound = below if complete and binds else bound
                 break
-            bound = max(bound, found_bound)
+            bound = max(bound, found_bound) if binds else bound
             choice = self.evaluate(picks)
             if choice.estimate.step_time_s < best.estimate.step_time_s:
                 best = choice
@@ -224,8 +230,12 @@ class _Problem:
                 break
             program.exclude(picks)
         bound = min(bound, best.estimate.step_time_s)
-        proven = self.exact and best.estimate.step_time_s - bound <= 1e-9 * best.estimate.step_time_s
-        return StageChoice(best.stages, best.recompute, best.estimate, bound, proven)
+        return replace(best, bound_s=bound, proven=met(bound, best.estimate.step_time_s))
+
+
+def met(bound_s: float, found_s: float) -> bool:
+    """Whether the bound proves what was found."""
+    return found_s - bound_s <= RELATIVE_TOLERANCE * found_s
 
 
 class _Program:
@@ -255,26 +265,24 @@ class _Program:
     def _contiguous(self) -> None:
         for stage in range(self.problem.pp - 1):
             here, following = self.rows[stage], self.rows[stage + 1]
-            end = sum(x.end * y for x, y in zip(here, self.y[stage], strict=True))
-            first = sum(x.first * y for x, y in zip(following, self.y[stage + 1], strict=True))
+            end = cp_model.LinearExpr.weighted_sum(self.y[stage], [x.end for x in here])
+            first = cp_model.LinearExpr.weighted_sum(self.y[stage + 1], [x.first for x in following])
             self.model.add(end == first)
 
     def _bounds(self) -> None:
         m = self.problem.m
 
-        def total(stage: int, figure: str) -> cp_model.LinearExprT:
+        def total(stage: int, figure: str) -> cp_model.LinearExpr:
             row = self.rows[stage]
             figures = {
-                "t": [x.total_s for x in row],
                 "m": [m * x.total_s for x in row],
                 "round": [x.total_s + 2 * x.transfer_s for x in row],
                 "way": [x.forward_s + x.transfer_s for x in row],
                 "step": [x.per_step_s for x in row],
             }[figure]
-            return sum(self._units(f) * y for f, y in zip(figures, self.y[stage], strict=True))
+            return cp_model.LinearExpr.weighted_sum(self.y[stage], [self._units(f) for f in figures])
 
-        before_round: cp_model.LinearExprT = 0
-        before_way: cp_model.LinearExprT = 0
+        before_round = before_way = cp_model.LinearExpr.sum([])
         for stage in range(self.problem.pp):
             work = total(stage, "m")
             self.model.add(self.objective >= before_round + work + total(0, "step"))
@@ -294,6 +302,7 @@ class _Program:
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = self.seed
+        solver.parameters.catch_sigint_signal = False
         if time_limit_s is not None:
             solver.parameters.max_time_in_seconds = time_limit_s
         status = solver.solve(self.model)
