@@ -1,0 +1,402 @@
+"""Graphs run in one process: whole, or sharded with the local tensors of all ranks side by side.
+
+    run_whole(graph, tensors)              the reference: every node once, on whole tensors
+    run_sharded(graph, axes, tensors)      a graph after ``shard``: every value is a list with one local tensor a rank
+
+Both are differentiated by autograd and give a Result of whole tensors. A collective is a function of all the local
+tensors of a group, so nothing here knows of processes. A sharded run has the same semantics as one process a rank:
+
+    convert        move(value f, value t) forward, move(gradient t, gradient f) backward
+    the seed       each rank's loss, whole or partial, has gradient 1
+    a gradient     S: the shards joined, P: their sum, R: equal on all ranks, or the run is refused
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from planner.ir.graph import Argument, Graph, Node, Ref, Symbol
+from planner.ir.layout import Pair, Placement, R
+
+
+class NotReplicated(AssertionError):
+    """Ranks that should hold the same tensor do not."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Whole tensors. ``gradients``: by name of trainable leaf, None where there is none. ``buffers``: what is written.
+
+    ``values``: every tensor of the graph by name (whole runs), or the local tensors of all ranks (sharded runs).
+    """
+
+    loss: Tensor
+    gradients: Mapping[str, Tensor | None]
+    buffers: Mapping[str, Tensor]
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class AxisOf:
+    """One axis the graph was sharded over: how its leaves are stored, and the pair of its loss."""
+
+    name: str
+    size: int
+    leaves: Mapping[str, Pair]
+    loss: Pair
+
+
+# --- placements -------------------------------------------------------------------------------------------------------
+
+
+def partition(whole: Tensor, placement: Placement, k: int) -> list[Tensor]:
+    """The local tensors of ``k`` ranks."""
+    if placement.kind == "R":
+        return [whole] * k
+    if placement.kind == "P":
+        return [whole, *(torch.zeros_like(whole) for _ in range(k - 1))]
+    d, o = placement.dim, placement.outer
+    seen = whole.unflatten(d, (o, k, whole.shape[d] // (o * k)))
+    return [seen.select(d + 1, i).flatten(d, d + 1).contiguous() for i in range(k)]
+
+
+def combine(parts: Sequence[Tensor], placement: Placement) -> Tensor:
+    """The whole tensor. Raises NotReplicated when ranks that hold it whole differ."""
+    if placement.kind == "R":
+        for other in parts[1:]:
+            if other.shape != parts[0].shape or not torch.allclose(other, parts[0], 1e-9, 1e-9, equal_nan=True):
+                raise NotReplicated(f"ranks differ by {_distance(other, parts[0])}")
+        return parts[0]
+    if placement.kind == "P":
+        return torch.stack(list(parts)).sum(0)
+    d, o = placement.dim, placement.outer
+    seen = [part.unflatten(d, (o, part.shape[d] // o)) for part in parts]
+    return torch.stack(seen, d + 1).flatten(d, d + 2)
+
+
+def _distance(a: Tensor, b: Tensor) -> object:
+    return (a - b).abs().max().item() if a.shape == b.shape and a.is_floating_point() else (a.shape, b.shape)
+
+
+def move(parts: Sequence[Tensor], source: Placement, target: Placement) -> list[Tensor]:
+    if source == target:
+        return list(parts)
+    return partition(combine(parts, source), target, len(parts))
+
+
+class _Convert(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: Pair, target: Pair, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.source, ctx.target = source, target
+        return tuple(part.clone() for part in move(parts, source.value, target.value))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return (None, None, *move(gradients, ctx.target.gradient, ctx.source.gradient))
+
+
+class _Share(torch.autograd.Function):
+    """One tensor as k equal ones, R:R: every rank has the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, k: int) -> tuple[Tensor, ...]:
+        return tuple(x.clone() for _ in range(k))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return combine(gradients, R), None
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+
+def _torch_constant(name: str) -> Any:
+    return "cpu" if name == "device" else getattr(torch, name.removeprefix("torch."))
+
+
+def _resolve(argument: Argument, tensor: Callable[[str], Tensor]) -> Any:
+    if isinstance(argument, Ref):
+        return tensor(argument.name)
+    if isinstance(argument, Symbol):
+        return _torch_constant(argument.name)
+    if isinstance(argument, tuple):
+        return [_resolve(item, tensor) for item in argument]
+    return argument
+
+
+def _cross_entropy_sum(z: Tensor, y: Tensor, weight: Tensor | None, ignored: int, smoothing: float) -> Tensor:
+    return F.cross_entropy(z, y, weight, ignore_index=ignored, label_smoothing=smoothing, reduction="sum")
+
+
+def _cross_entropy_count(y: Tensor, classes: int, weight: Tensor | None, ignored: int, dtype: torch.dtype) -> Tensor:
+    if y.is_floating_point():
+        return torch.tensor(y.numel() // classes, dtype=dtype)
+    kept = y[y != ignored]
+    return torch.tensor(kept.numel(), dtype=dtype) if weight is None else weight.detach()[kept].sum().to(dtype)
+
+
+def _batch_norm(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    y, _, _, mean, var = torch.ops.aten._native_batch_norm_legit_functional(*arguments)
+    return y, mean, var
+
+
+def _dropout(x: Tensor, p: float, *_: Any) -> Tensor:
+    assert p == 0, "these runs have no random numbers"
+    return x
+
+
+def _attention(*arguments: Any, **options: Any) -> Tensor:
+    q, k, v, mask, p, *rest = arguments
+    assert p == 0, "these runs have no random numbers"
+    return torch.ops.aten.scaled_dot_product_attention.default(q, k, v, mask, 0.0, *rest, **options)
+
+
+OWN: Mapping[str, Callable[..., Any]] = {
+    "cross_entropy_sum": _cross_entropy_sum,
+    "cross_entropy_count": _cross_entropy_count,
+    "batch_norm": _batch_norm,
+    "dropout": _dropout,
+    "attention_with_dropout": _attention,
+    "aten.view.default": lambda x, shape: x.reshape(shape),
+}
+
+
+def _call(node: Node, tensor: Callable[[str], Tensor]) -> tuple[Tensor, ...]:
+    """The results of a node that needs no other rank."""
+    arguments = [_resolve(a, tensor) for a in node.args]
+    options = {key: _resolve(value, tensor) for key, value in node.kwargs if key != "axes"}
+    function = OWN.get(node.op)
+    if function is None:
+        packet, name, overload = node.op.split(".")
+        function = getattr(getattr(getattr(torch.ops, packet), name), overload)
+    results = function(*arguments, **options)
+    return tuple(results) if isinstance(results, tuple | list) else (results,)
+
+
+def _vocab_embedding(node: Node, ranks: Sequence[Callable[[str], Tensor]]) -> list[tuple[Tensor, ...]]:
+    table, ids, *options = node.args
+    padding = options[0] if options else -1
+    found, first = [], 0
+    for tensor in ranks:
+        weight, index = tensor(table.name), tensor(ids.name)
+        rows = weight.shape[0]
+        own = (index >= first) & (index < first + rows)
+        picked = weight[(index - first).clamp(0, rows - 1)]
+        picked = torch.where((index == padding).unsqueeze(-1), picked.detach(), picked)
+        found.append((picked * own.unsqueeze(-1),))
+        first += rows
+    return found
+
+
+def _vocab_cross_entropy(node: Node, ranks: Sequence[Callable[[str], Tensor]]) -> list[tuple[Tensor, ...]]:
+    logits, *rest = node.args
+    parts = [tensor(logits.name) for tensor in ranks]
+    whole = torch.cat(parts, 1 if parts[0].dim() > 1 else 0)
+    others = [_resolve(argument, ranks[0]) for argument in rest]
+    return [(loss,) for loss in _Share.apply(_cross_entropy_sum(whole, *others), len(ranks))]
+
+
+def _batch_norm_over(node: Node, ranks: Sequence[Callable[[str], Tensor]]) -> list[tuple[Tensor, ...]]:
+    """Statistics as plain sums over every rank of the group; autograd carries their gradients to all of them."""
+    arguments = [[_resolve(argument, tensor) for argument in node.args] for tensor in ranks]
+    inputs = [a[0] for a in arguments]
+    dims = [0, *range(2, inputs[0].dim())]
+    count = sum(x.numel() // x.shape[1] for x in inputs)
+    mean = torch.stack([x.sum(dims) for x in inputs]).sum(0) / count
+    shape = (1, -1, *([1] * (inputs[0].dim() - 2)))
+    squares = torch.stack([(x - mean.view(shape)).square().sum(dims) for x in inputs]).sum(0)
+    inverse = (squares / count + arguments[0][7]).rsqrt()
+    results = []
+    for x, weight, bias, old_mean, old_var, _, momentum, _ in arguments:
+        y = (x - mean.view(shape)) * inverse.view(shape)
+        y = y if weight is None else y * weight.view(shape)
+        y = y if bias is None else y + bias.view(shape)
+        new_mean = old_mean.lerp(mean.detach(), momentum)
+        new_var = old_var.lerp(squares.detach() / (count - 1), momentum)
+        results.append((y, new_mean, new_var))
+    return results
+
+
+JOINT: Mapping[str, Callable[[Node, Sequence[Callable[[str], Tensor]]], list[tuple[Tensor, ...]]]] = {
+    "vocab_embedding": _vocab_embedding,
+    "vocab_cross_entropy": _vocab_cross_entropy,
+    "batch_norm_over": _batch_norm_over,
+}
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def _leaf(tensor: Tensor, trainable: bool) -> Tensor:
+    return tensor.detach().clone().requires_grad_(trainable)
+
+
+def run_whole(graph: Graph, tensors: Mapping[str, Tensor]) -> Result:
+    """``tensors``: of each leaf, by name. Intermediate values keep their gradients (``values[name].grad``)."""
+    values = {leaf.name: _leaf(tensors[leaf.name], leaf.trainable) for leaf in graph.leaves}
+    for node in graph.nodes:
+        for value, result in zip(node.outputs, _call(node, values.__getitem__), strict=True):
+            assert tuple(result.shape) == value.shape, f"{node} gives {list(result.shape)}"
+            if result.requires_grad:
+                result = result.view_as(result)  # an identity would be the same tensor as its operand
+                result.retain_grad()
+            values[value.name] = result if value.differentiable else result.detach()
+    values[graph.loss].backward()
+    return Result(
+        values[graph.loss].detach(),
+        {leaf.name: values[leaf.name].grad for leaf in graph.leaves if leaf.trainable},
+        {buffer: values[name].detach() for buffer, name in graph.writes},
+        values,
+    )
+
+
+@dataclass(frozen=True)
+class _World:
+    """All ranks of a mesh, in row-major order of ``axes``."""
+
+    axes: tuple[AxisOf, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(axis.size for axis in self.axes)
+
+    def groups(self, names: Sequence[str]) -> list[list[int]]:
+        """Ranks that differ on the named axes only, in the order of ``names`` (outermost first)."""
+        at = {axis.name: i for i, axis in enumerate(self.axes)}
+        coordinates = list(itertools.product(*(range(axis.size) for axis in self.axes)))
+        found: dict[tuple[int, ...], list[int]] = {}
+        order = sorted(range(len(coordinates)), key=lambda rank: [coordinates[rank][at[name]] for name in names])
+        for rank in order:
+            rest = tuple(c for i, c in enumerate(coordinates[rank]) if self.axes[i].name not in names)
+            found.setdefault(rest, []).append(rank)
+        return list(found.values())
+
+    def partition(self, whole: Tensor, placements: Sequence[Placement]) -> list[Tensor]:
+        parts = [whole]
+        for axis, placement in zip(self.axes, placements, strict=True):
+            parts = [local for part in parts for local in partition(part, placement, axis.size)]
+        return parts
+
+    def combine(self, parts: Sequence[Tensor], placements: Sequence[Placement]) -> Tensor:
+        current = list(parts)
+        for axis, placement in reversed(list(zip(self.axes, placements, strict=True))):
+            k = axis.size
+            current = [combine(current[i : i + k], placement) for i in range(0, len(current), k)]
+        return current[0]
+
+
+def run_sharded(graph: Graph, axes: Sequence[AxisOf], tensors: Mapping[str, Tensor]) -> Result:
+    """``graph``: what one rank runs, sharded over ``axes`` one after the other. ``tensors``: whole leaves, by name.
+
+    Raises NotReplicated when ranks disagree on a value or gradient that their layout calls whole.
+    """
+    world = _World(tuple(axes))
+    values: dict[str, list[Tensor]] = {}
+    for leaf in graph.leaves:
+        placements = [axis.leaves[leaf.name].value for axis in axes]
+        parts = world.partition(tensors[leaf.name], placements)
+        assert tuple(parts[0].shape) == leaf.value.shape, f"{leaf} is stored as {list(parts[0].shape)}"
+        values[leaf.name] = [_leaf(part, leaf.trainable) for part in parts]
+    for node in graph.nodes:
+        for value, results in zip(node.outputs, _run_node(node, world, values), strict=True):
+            for result in results:
+                assert tuple(result.shape) == value.shape, f"{node} gives {list(result.shape)} on a rank"
+            if value.differentiable and results[0].requires_grad:
+                results = [result.view_as(result) for result in results]
+                for result in results:
+                    result.retain_grad()
+            values[value.name] = results if value.differentiable else [x.detach() for x in results]
+    losses = values[graph.loss]
+    torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
+    gradients: dict[str, Tensor | None] = {}
+    for leaf in graph.leaves:
+        if leaf.trainable:
+            own = [x.grad for x in values[leaf.name]]
+            kinds = [axis.leaves[leaf.name].gradient or R for axis in axes]
+            used = any(g is not None for g in own)
+            filled = [x.grad if x.grad is not None else torch.zeros_like(x) for x in values[leaf.name]]
+            gradients[leaf.name] = world.combine(filled, kinds) if used else None
+    return Result(
+        world.combine([loss.detach() for loss in losses], [axis.loss.value for axis in axes]),
+        gradients,
+        {
+            buffer: world.combine([x.detach() for x in values[name]], [axis.leaves[buffer].value for axis in axes])
+            for buffer, name in graph.writes
+        },
+        values,
+    )
+
+
+def _run_node(node: Node, world: _World, values: Mapping[str, list[Tensor]]) -> list[list[Tensor]]:
+    """For each result of ``node``, the local tensors of all ranks."""
+    by_rank: list[tuple[Tensor, ...]] = [()] * world.size
+    if node.op == "convert":
+        reference, axis, text = node.args
+        source, target = (Pair.parse(part.strip()) for part in text.split("->"))
+        for group in world.groups([axis]):
+            parts = [values[reference.name][rank] for rank in group]
+            if source.gradient is None or target.gradient is None:
+                moved = tuple(move([part.detach() for part in parts], source.value, target.value))
+            else:
+                moved = _Convert.apply(source, target, *parts)
+            for rank, part in zip(group, moved, strict=True):
+                by_rank[rank] = (part,)
+    elif node.op in JOINT:
+        for group in world.groups([str(axis) for axis in dict(node.kwargs)["axes"]]):
+            ranks = [lambda name, rank=rank: values[name][rank] for rank in group]
+            for rank, results in zip(group, JOINT[node.op](node, ranks), strict=True):
+                by_rank[rank] = results
+    else:
+        by_rank = [_call(node, lambda name, rank=rank: values[name][rank]) for rank in range(world.size)]
+    return [list(results) for results in zip(*by_rank, strict=True)]
+
+
+# --- comparison -------------------------------------------------------------------------------------------------------
+
+
+def assert_same(result: Result, reference: Result, tolerance: float) -> None:
+    """Loss, gradients and buffers, each to ``tolerance`` of the largest entry of the reference's tensor."""
+    _assert_close("loss", result.loss, reference.loss, tolerance)
+    assert set(result.gradients) == set(reference.gradients)
+    for name, expected in reference.gradients.items():
+        found = result.gradients[name]
+        assert (found is None) == (expected is None), f"gradient of {name}: {found} for {expected}"
+        if found is not None and expected is not None:
+            _assert_close(f"gradient of {name}", found, expected, tolerance)
+    for name, expected in reference.buffers.items():
+        _assert_close(f"buffer {name}", result.buffers[name], expected, tolerance)
+
+
+def _assert_close(what: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
+    assert found.shape == expected.shape and found.dtype == expected.dtype, f"{what}: {found.shape}, {expected.shape}"
+    assert torch.isfinite(expected).all(), f"{what}: the reference is not finite"
+    scale = max(expected.abs().max().item(), 1e-3) if expected.numel() else 1.0
+    error = (found - expected).abs().max().item() / scale if expected.numel() else 0.0
+    assert error <= tolerance, f"{what} differs by {error:.2e} of its largest entry"
+
+
+def first_difference(result: Result, reference: Result, pairs: Mapping[str, Pair], tolerance: float) -> str:
+    """The first value, or the last gradient, that a run on one axis gets wrong; '' when none. To find a bug."""
+    for gradients in (False, True):
+        for name in reversed(list(pairs)) if gradients else list(pairs):
+            whole, parts, pair = reference.values[name], result.values[name], pairs[name]
+            if gradients and (pair.gradient is None or whole.grad is None):
+                continue
+            own = [x.grad if x.grad is not None else torch.zeros_like(x) for x in parts] if gradients else parts
+            what = f"{'gradient' if gradients else 'value'} of {name}, {pair}"
+            try:
+                found = combine([x.detach() for x in own], (pair.gradient or R) if gradients else pair.value)
+                expected = whole.grad if gradients else whole.detach()
+                if not torch.allclose(found.double(), expected.double(), tolerance, tolerance, equal_nan=True):
+                    return f"{what}: off by {_distance(found, expected)}"
+            except NotReplicated as error:
+                return f"{what}: {error}"
+    return ""
