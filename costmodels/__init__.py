@@ -5,6 +5,7 @@
     compute       floating-point operations and time of an operator, forward and backward
     collectives   time of a collective over a group of ranks
     memory        what autograd keeps for backward; weights, gradients and optimizer state of a device
+    calibration   the constants of a machine from times measured on it
 
 Imports neither torch, nor a solver, nor planner.
 """

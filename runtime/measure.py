@@ -1,26 +1,21 @@
 """This machine as a Cluster: what training ranks get of it, measured with all of them at work at once, and kept.
 
-    measured_cluster(gpus) -> Cluster       measures in a few seconds; the next call reads the file it left
+    measured_cluster(gpus) -> Cluster       measures in a few seconds; the next call reads the file that it left
 
-Every rank times the same things at the same time, so that shared cores, caches and memory show:
-
-    matmul rate          of square products, per dtype
-    memory rate          of adding large tensors
-    operator overhead    of a chain of small operators, forward and backward, per operator
-    attention            a fused attention call against the matmul rate
-    all_reduce           of all ranks, at a small and a large message: alpha and beta by the cost model's own formula
-
-The slowest rank counts. The file is a cluster's TOML text, named after what it depends on; one that cannot be read is
-measured again.
+Ranks share cores, caches and memory, so every rank does the same thing at the same time, for several windows of equal
+length. A window gives the seconds of one call (its length over the calls made in it, which counts the time a rank waits
+for a core); a figure is the median over the windows of the mean over the ranks. costmodels.calibration turns the
+figures into constants.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,168 +23,362 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from costmodels.calibration import Call, TimedCalls, TimedCollective, fit_device, fit_link, fit_seconds
 from costmodels.hardware import Cluster, ClusterError, Device, Link
-from planner.errors import BadInput
 from runtime.device import synchronize
 from runtime.launch import LocalRanks
 
 Progress = Callable[[str], None]
-MATMUL_SIZES = {"cpu": (256, 512), "cuda": (2048, 4096)}
-DTYPES = ("float32", "float64", "bfloat16")
-SMALL_BYTES, LARGE_BYTES = 4096, 2**22
-REPETITIONS = 5
-# Of the memory free now, what a plan may fill: the rest is for the processes themselves.
+
+WINDOWS, WINDOW_S = 5, 0.03
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+# A product that would take longer than this isn't tried.
+SLOW_CALL_S = 0.1
+# Of the memory that is free now, what ranks may plan to fill: the system and the script that started them need some.
 USABLE_MEMORY = 0.8
+# Part of the file's name; another number when the meaning of a figure changes.
+_FORMAT = 1
+_CHAIN = 200
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is timed on a kind of device: large enough to show rates, small enough to take milliseconds.
+
+    ``matmul``: n of square products. ``large_sum``: elements. ``rows``, ``width``: of what memory-bound operators work
+    on. ``attention``: batch, heads, length, width of a head. ``message_bytes``: of collectives.
+    """
+
+    matmul: tuple[int, ...]
+    large_sum: int
+    rows: int
+    width: int
+    attention: tuple[int, int, int, int]
+    attention_dtype: str
+    message_bytes: tuple[int, ...]
+
+
+SIZES = {
+    "cpu": Sizes((256, 512, 1024), 2**22, 4096, 256, (2, 4, 256, 64), "float32", (2**12, 2**18, 2**22)),
+    "cuda": Sizes((2048, 4096, 8192), 2**27, 2**15, 2048, (4, 16, 2048, 128), "bfloat16", (2**12, 2**20, 2**26)),
+}
 
 
 def measured_cluster(
     gpus: int, *, cache_dir: Path | None = None, refresh: bool = False, progress: Progress | None = None
 ) -> Cluster:
-    """This machine with ``gpus`` local ranks: GPUs where there are enough, else processes on its cores.
+    """This machine with ``gpus`` local ranks: a GPU each where there are enough, else processes that share its cores.
 
-    ``cache_dir``: default $XDG_CACHE_HOME/meshwright. ``refresh``: measure even if a file is there. Raises BadInput when the
-    machine has GPUs but not enough, RankFailed when ranks cannot start.
+    ``cache_dir``: where the file lies; default ``meshwright`` in $XDG_CACHE_HOME or ~/.cache. ``refresh``: measure even
+    if it is there. A file that can't be read is replaced; one that can't be written is done without. Raises BadInput
+    for a number of ranks that can't be started, RankFailed when a rank ends early.
     """
-    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if available and gpus > available:
-        raise BadInput(
-            f"{gpus} GPUs are asked for, this machine has {available}. Use gpus={available}, or name a cluster to plan for: "
-            "cluster='dgx-a100-80gb'"
-        )
+    say = progress or (lambda text: None)
+    kind = "cuda" if 1 <= gpus <= torch.cuda.device_count() else "cpu"
+    name = torch.cuda.get_device_name(0) if kind == "cuda" else _processor()
     folder = cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
-    path = folder / f"{_fingerprint(gpus, available)}.toml"
-    if not refresh and path.exists():
-        try:
-            return Cluster.parse(path.read_text(), str(path))
-        except (ClusterError, OSError, UnicodeDecodeError):
-            pass
-    if progress is not None:
-        progress("measuring this machine")
-    with LocalRanks.start(gpus, rank_class="runtime.measure:Measurer") as ranks:
-        figures = [ranks.call(name) for name in ("compute", "communication", "memory")]
-    cluster = fit_cluster(gpus, "gpu" if available else "cpu", *figures)
-    folder.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".writing")
-    beside.write_text(cluster.to_toml())
-    beside.replace(path)
+    path = folder / _file_name(kind, name, gpus)
+    kept = None if refresh else _read(path, gpus)
+    if kept is not None:
+        return kept
+    say(f"measuring this machine with {gpus} rank{'s' * (gpus > 1)} at work ({name})")
+    with LocalRanks.start(gpus, device=kind, rank_class="runtime.measure:Measurer") as ranks:
+        cluster = _measure(ranks, kind, name, say)
+    try:
+        _write(path, cluster.to_toml())
+    except OSError as error:
+        say(f"cannot keep the measurement in {path}: {error.strerror}")
     return cluster
 
 
-def _fingerprint(gpus: int, available: int) -> str:
-    kind = torch.cuda.get_device_name(0) if available else platform.processor() or platform.machine()
-    text = f"{kind}-torch{torch.__version__}-{gpus}ranks-{os.cpu_count()}cores-{os.environ.get('OMP_NUM_THREADS', 'auto')}"
-    return "".join(c if c.isalnum() or c in ".-" else "_" for c in text)
-
-
 class Measurer:
-    """Times things on one rank; every method is called on all ranks at once and returns seconds or rates."""
+    """Times things on one rank; every method is called on all ranks at once."""
 
-    REMOTE = frozenset({"compute", "communication", "memory"})
+    REMOTE = frozenset({"matmul", "attention", "large_sum", "operators", "overhead", "collective", "memory_bytes"})
 
     def __init__(self, rank: int, world_size: int, device: torch.device, timeout_s: float) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
+        self.sizes = SIZES[device.type]
+        self._groups: dict[int, dist.ProcessGroup | None] = {world_size: dist.group.WORLD}
 
-    def _together(self, work: Callable[[], Any], repetitions: int = REPETITIONS) -> float:
-        """Median seconds of ``work``, all ranks starting each repetition together."""
-        times = []
-        for number in range(repetitions + 1):
-            if self.world_size > 1:
-                dist.barrier()
-            start = time.perf_counter()
-            work()
-            synchronize(self.device)
-            if number:
-                times.append(time.perf_counter() - start)
-        return statistics.median(times)
+    def matmul(self, dtype: str, n: int) -> list[float]:
+        a, b = (torch.randn(n, n, device=self.device).to(getattr(torch, dtype)) for _ in range(2))
+        return self._windows(lambda: a @ b)
 
-    def compute(self) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for dtype in DTYPES:
-            rates = []
-            for n in MATMUL_SIZES[self.device.type]:
-                a = torch.randn(n, n, device=self.device).to(getattr(torch, dtype))
-                rates.append(2 * n**3 / self._together(lambda a=a: a @ a, 3))  # type: ignore[misc]
-            found[dtype] = max(rates)
-        big = torch.ones(2**22, device=self.device)
-        found["memory"] = 3 * big.numel() * 4 / self._together(lambda: big + big)
-        found["overhead"] = self._overhead()
-        q = torch.randn(2, 4, 256, 64, device=self.device)
-        flops = 4 * q.shape[0] * q.shape[1] * q.shape[2] ** 2 * q.shape[3]
-        attention = flops / self._together(lambda: F.scaled_dot_product_attention(q, q, q))
-        found["attention"] = min(1.0, attention / found["float32"])
-        return found
+    def attention(self, is_causal: bool) -> list[float]:
+        """Forward and backward of one fused call."""
+        dtype = getattr(torch, self.sizes.attention_dtype)
+        q, k, v, gradient = (torch.randn(self.sizes.attention, device=self.device, dtype=dtype) for _ in range(4))
+        inputs = [x.requires_grad_() for x in (q, k, v)]
 
-    def _overhead(self) -> float:
-        """Seconds of a small operator: half of forward and backward of a chain, per operator."""
-        x = torch.ones(8, 8, device=self.device, requires_grad=True)
-        count = 200
+        def work() -> None:
+            output = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+            torch.autograd.grad(output, inputs, gradient)
 
-        def chain() -> None:
+        return self._windows(work)
+
+    def large_sum(self) -> list[float]:
+        a, b = (torch.randn(self.sizes.large_sum, device=self.device) for _ in range(2))
+        return self._windows(lambda: a + b)
+
+    def operators(self) -> list[float]:
+        """Forward and backward of ``memory_bound_operators``."""
+        rows, width = self.sizes.rows, self.sizes.width
+        x, y, gradient = (torch.randn(rows, width, device=self.device) for _ in range(3))
+        scale, shift = torch.ones(width, device=self.device), torch.zeros(width, device=self.device)
+        inputs = [tensor.requires_grad_() for tensor in (x, y, scale, shift)]
+
+        def work() -> None:
+            normal = F.gelu(F.layer_norm(x, (width,), scale, shift))
+            torch.autograd.grad((normal + y).softmax(-1), inputs, gradient)
+
+        return self._windows(work)
+
+    def overhead(self) -> list[float]:
+        """One small operator: a chain of them forward and backward, divided by their number."""
+        x, gradient = torch.ones(8, 8, device=self.device, requires_grad=True), torch.ones(8, 8, device=self.device)
+
+        def work() -> None:
             y = x
-            for _ in range(count):
-                y = y * 1.0001
-            y.sum().backward()
-            x.grad = None
+            for _ in range(_CHAIN):
+                y = y + x
+            torch.autograd.grad(y, x, gradient)
 
-        return self._together(chain) / (2 * count)
+        return [seconds / (2 * _CHAIN) for seconds in self._windows(work)]
 
-    def communication(self) -> list[float]:
-        """Seconds of all_reduce of a small and of a large message."""
-        if self.world_size == 1:
-            return [0.0, 0.0]
-        times = []
-        for size in (SMALL_BYTES, LARGE_BYTES):
-            message = torch.zeros(size // 4, device=self.device)
-            times.append(self._together(lambda m=message: dist.all_reduce(m), 4 * REPETITIONS))  # type: ignore[misc]
-        return times
+    def collective(self, kind: str, size_bytes: int, group_size: int) -> list[float]:
+        """all_reduce on all groups of neighbours at once, or send to the next of the group; empty on a rank without."""
+        group = self._group(group_size)
+        message, other = (torch.zeros(size_bytes // 4, device=self.device) for _ in range(2))
+        seconds, calls = [], 5 if size_bytes < 2**20 else 2
+        for _ in range(WINDOWS + 1):
+            dist.barrier()
+            start_s = time.perf_counter()
+            for _ in range(calls if group is not None else 0):
+                if kind == "all_reduce":
+                    dist.all_reduce(message, group=group)
+                else:
+                    self._send_on(message, other, group_size, group)
+            synchronize(self.device)
+            seconds.append((time.perf_counter() - start_s) / calls)
+        return seconds[1:] if group is not None else []
 
-    def memory(self) -> int:
-        """Bytes this rank may plan with."""
+    def memory_bytes(self) -> int:
+        """Bytes this rank may plan to fill."""
         if self.device.type == "cuda":
             return int(torch.cuda.mem_get_info(self.device)[1])
-        pages, page_bytes = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-        available = pages * page_bytes
+        return int(free_memory_bytes() * USABLE_MEMORY / self.world_size)
+
+    def _windows(self, work: Callable[[], object]) -> list[float]:
+        """Seconds of a call of ``work`` in each window, all ranks starting each window together."""
+        work()
+        synchronize(self.device)
+        start_s = time.perf_counter()
+        work()
+        synchronize(self.device)
+        once_s = time.perf_counter() - start_s
+        # On a GPU calls are queued; waiting for each would time the wait.
+        queued = max(1, int(WINDOW_S / 3 / once_s)) if self.device.type == "cuda" else 1
+        seconds = []
+        for _ in range(WINDOWS):
+            dist.barrier()
+            calls, passed_s, start_s = 0, 0.0, time.perf_counter()
+            while passed_s < WINDOW_S:
+                for _ in range(queued):
+                    work()
+                synchronize(self.device)
+                calls += queued
+                passed_s = time.perf_counter() - start_s
+            seconds.append(passed_s / calls)
+        return seconds
+
+    def _group(self, size: int) -> dist.ProcessGroup | None:
+        """This rank's group of ``size`` neighbours; None for the ranks left over. All ranks make the same groups."""
+        if size not in self._groups:
+            mine = None
+            for first in range(0, self.world_size - size + 1, size):
+                members = list(range(first, first + size))
+                group = dist.new_group(members)
+                mine = group if self.rank in members else mine
+            self._groups[size] = mine
+        return self._groups[size]
+
+    def _send_on(
+        self, message: torch.Tensor, other: torch.Tensor, group_size: int, group: dist.ProcessGroup | None
+    ) -> None:
+        place, actions = self.rank % group_size, []
+        if place < group_size - 1:
+            actions.append(dist.P2POp(dist.isend, message, self.rank + 1, group))
+        if place > 0:
+            actions.append(dist.P2POp(dist.irecv, other, self.rank - 1, group))
+        for request in dist.batch_isend_irecv(actions):
+            request.wait()
+
+
+def free_memory_bytes() -> int:
+    """Memory that processes can still take on this system: what the kernel calls available, within the cgroup's limit.
+
+    Without Linux's /proc: the free pages.
+    """
+    found = [os.sysconf("SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES")]
+    found = [found[0] * os.sysconf("SC_PAGE_SIZE")]
+    try:
+        found = [int(_table(Path("/proc/meminfo"))["MemAvailable:"]) * 1024]
+        cgroup = Path("/proc/self/cgroup").read_text().partition("0::")[2].partition("\n")[0]
+    except (OSError, KeyError):
+        return found[0]
+    place = Path("/sys/fs/cgroup", cgroup.lstrip("/"))
+    for folder in (place, *place.parents[:-3]):
         try:
-            for line in Path("/proc/meminfo").read_text().splitlines():
-                if line.startswith("MemAvailable:"):
-                    available = int(line.split()[1]) * 1024
-        except OSError:
-            pass
-        return int(available * USABLE_MEMORY / self.world_size)
+            limit, used = ((folder / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+            if limit != "max":
+                reclaimable = int(_table(folder / "memory.stat").get("inactive_file", 0))
+                found.append(max(int(limit) - int(used) + reclaimable, 1))
+        except (OSError, ValueError):
+            continue
+    return min(found)
 
 
-def fit_link(ranks: int, small_s: float, large_s: float, launch_s: float) -> Link:
-    """alpha and beta of all_reduce = launch + 2 (n-1)/n size / beta + 2 (n-1) alpha from two message sizes."""
-    if ranks == 1:
-        return Link(1e12, 0.0)
-    slope = max((large_s - small_s) / (LARGE_BYTES - SMALL_BYTES), 1e-13)
-    beta = 2 * (ranks - 1) / ranks / slope
-    rest = small_s - SMALL_BYTES * slope - launch_s
-    return Link(beta, max(rest, 0.0) / (2 * (ranks - 1)))
+def product(dtype: str, n: int) -> Call:
+    """What ``Measurer.matmul`` runs."""
+    square = ((n, n), dtype)
+    return Call("aten.mm.default", (square, square), (square,), (False, False))
 
 
-def fit_cluster(
-    gpus: int, kind: str, compute: list[dict[str, float]], communication: list[list[float]], memory: list[int]
-) -> Cluster:
-    """The cluster from every rank's figures; the slowest rank counts."""
-    slowest = {name: min(rank[name] for rank in compute) for name in compute[0]}
-    overhead = max(rank["overhead"] for rank in compute)
-    small, large = (max(rank[i] for rank in communication) for i in (0, 1))
-    device = Device(
-        name="cpu process" if kind == "cpu" else torch.cuda.get_device_name(0),
-        memory_bytes=_rounded(min(memory)),
-        peak_flops_per_s={dtype: slowest[dtype] for dtype in DTYPES} | {"float16": slowest["bfloat16"]},
-        memory_bytes_per_s=slowest["memory"],
-        kernel_launch_s=overhead,
-        matmul_efficiency=1.0,
-        kind=kind,
-        attention_efficiency=slowest["attention"],
+def attention_call(sizes: Sizes, is_causal: bool) -> Call:
+    """What ``Measurer.attention`` runs."""
+    tensor = (sizes.attention, sizes.attention_dtype)
+    op, hint = "aten.scaled_dot_product_attention.default", (("is_causal", is_causal),)
+    return Call(op, (tensor,) * 3, (tensor,), (True,) * 3, hint)
+
+
+def large_sum(sizes: Sizes) -> Call:
+    """What ``Measurer.large_sum`` runs."""
+    large = ((sizes.large_sum,), "float32")
+    return Call("aten.add.Tensor", (large, large), (large,), (False, False))
+
+
+def memory_bound_operators(sizes: Sizes) -> tuple[Call, ...]:
+    """What ``Measurer.operators`` runs."""
+    x, vector = ((sizes.rows, sizes.width), "float32"), ((sizes.width,), "float32")
+    return (
+        Call("aten.layer_norm.default", (x, vector, vector), (x,), (True,) * 3),
+        Call("aten.gelu.default", (x,), (x,), (True,)),
+        Call("aten.add.Tensor", (x, x), (x,), (True, True)),
+        Call("aten.softmax.int", (x,), (x,), (True,)),
     )
-    link = fit_link(gpus, small, large, overhead)
-    return Cluster("this machine", device, gpus, gpus, link, link, sources=(("*", "measured"),))
 
 
-def _rounded(value: int) -> int:
-    """Down to two significant digits: free memory changes from call to call."""
+def _measure(ranks: LocalRanks, kind: str, name: str, say: Progress) -> Cluster:
+    sizes = SIZES[kind]
+
+    def timed(method: str, **arguments: Any) -> float:
+        return fit_seconds(ranks.call(method, arguments))
+
+    launch_s = timed("overhead")
+    say("matrix products and attention")
+    products: dict[str, list[TimedCalls]] = {dtype: [] for dtype in DTYPES}
+    for dtype, found in products.items():
+        for n in sizes.matmul:
+            found.append(TimedCalls((product(dtype, n),), timed("matmul", dtype=dtype, n=n)))
+            if 8 * found[-1].seconds > SLOW_CALL_S:  # the next n is twice this one
+                break
+    attention = [
+        TimedCalls((attention_call(sizes, causal),), timed("attention", is_causal=causal)) for causal in (False, True)
+    ]
+    say("memory and messages")
+    device = fit_device(
+        name if kind == "cuda" else f"process on {name}",
+        "gpu" if kind == "cuda" else "cpu",
+        round_down(min(ranks.call("memory_bytes"))),
+        launch_s,
+        products,
+        attention,
+        TimedCalls((large_sum(sizes),), timed("large_sum")),
+        TimedCalls(memory_bound_operators(sizes), timed("operators")),
+    )
+    collectives = []
+    for action, group_size in [("all_reduce", size) for size in sorted({2, ranks.n})] + [("send", ranks.n)]:
+        for size_bytes in sizes.message_bytes if ranks.n > 1 else ():
+            arguments = {"kind": action, "size_bytes": size_bytes, "group_size": group_size}
+            collectives.append(TimedCollective(action, size_bytes, group_size, timed("collective", **arguments)))
+    link = fit_link(collectives, launch_s) if collectives else Link(device.memory_bytes_per_s / 2, launch_s)
+    return measured(device, link, ranks.n)
+
+
+def measured(device: Device, link: Link, ranks: int) -> Cluster:
+    """The cluster of ``ranks`` such devices in one node, numbers short enough to read, their sources beside them."""
+    device = replace(
+        device,
+        peak_flops_per_s={dtype: _short(peak) for dtype, peak in device.peak_flops_per_s.items()},
+        memory_bytes_per_s=_short(device.memory_bytes_per_s),
+        kernel_launch_s=_short(device.kernel_launch_s),
+        attention_efficiency=_short(device.attention_efficiency),
+        memory_efficiency=_short(device.memory_efficiency),
+    )
+    link = Link(_short(link.bandwidth_bytes_per_s), _short(link.latency_s))
+    fields = ("memory_bytes", "memory_bytes_per_s", "kernel_launch_s", "attention_efficiency", "memory_efficiency")
+    sources = {f"device.{field}": "measured" for field in fields}
+    sources |= {f"device.peak_flops_per_s.{dtype}": "measured" for dtype in device.peak_flops_per_s}
+    how = "measured" if ranks > 1 else "measured: a copy in memory, there being no other rank"
+    for side in ("intra", "inter"):
+        sources |= {f"{side}.bandwidth_bytes_per_s": how, f"{side}.latency_s": how}
+    title = f"this machine ({ranks} rank{'s' * (ranks > 1)})"
+    return Cluster(title, device, ranks, ranks, link, link, sources=tuple(sources.items()))
+
+
+def round_down(value: int) -> int:
+    """To two significant digits: free memory changes from call to call."""
     unit = 10 ** max(len(str(value)) - 2, 0)
     return value // unit * unit
+
+
+def _short(value: float) -> float:
+    """Four significant digits."""
+    return float(f"{value:.4g}")
+
+
+def _table(path: Path) -> dict[str, str]:
+    """Lines 'key value ...' of a file of the kernel."""
+    lines = (line.split() for line in path.read_text().splitlines())
+    return {line[0]: line[1] for line in lines if len(line) > 1}
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _file_name(kind: str, name: str, gpus: int) -> str:
+    """What the figures depend on: the device, torch, the ranks, and the cores and threads they have."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = os.environ.get("OMP_NUM_THREADS", "auto")
+    text = f"{kind}-{name}-torch{torch.__version__}-{gpus}ranks-{cores}cores-{threads}threads-{_FORMAT}"
+    return "".join(c if c.isascii() and (c.isalnum() or c in ".-") else "_" for c in text)[:200] + ".toml"
+
+
+def _read(path: Path, gpus: int) -> Cluster | None:
+    """The cluster in the file; None where there is none that can be used."""
+    try:
+        cluster = Cluster.parse(path.read_text(encoding="utf-8"), str(path))
+    except (ClusterError, OSError, UnicodeDecodeError):
+        return None
+    return cluster if cluster.gpus == gpus else None
+
+
+def _write(path: Path, text: str) -> None:
+    """Beside it and renamed, so that a reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=path.stem[:40], suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(beside, path)
+    except BaseException:
+        os.unlink(beside)
+        raise
