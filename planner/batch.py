@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from planner.errors import BadInput
 from planner.ir.graph import Graph, Node
 from planner.ir.layout import COMMUNICATING, REPLICATED, Pair, conversion, shard
+from planner.ir.mesh import MICRO
 from planner.shard import Sharded, target_pair
 from planner.shard import shard as shard_graph
 from planner.sharding_rules import Strategy, rule_of, strategies
 from planner.sharding_rules.cuts import find_cuts
-
-MICRO = "micro"
 
 
 @dataclass(frozen=True)
@@ -143,4 +142,4 @@ def _check_time(graph: Graph) -> None:
             )
 
 
-__all__ = ["MICRO", "BatchSplit", "batch_strategies", "leaf_pair", "split_batch"]
+__all__ = ["BatchSplit", "batch_strategies", "leaf_pair", "split_batch"]

@@ -25,10 +25,9 @@ from costmodels.compute import operator_time_s, optimizer_step_s
 from costmodels.hardware import Cluster
 from costmodels.memory import StateBytes, gathered_bytes, saved_for_backward_bytes, state_bytes
 from costmodels.operators import argument_hint, is_view
-from planner.batch import MICRO
 from planner.ir.graph import DTYPE_BYTES, Graph, Leaf, Node, Value
 from planner.ir.layout import WHOLE, Pair, conversion
-from planner.ir.mesh import Mesh
+from planner.ir.mesh import MICRO, Mesh
 from planner.segment_cost import SegmentCost
 from planner.segments import segment_nodes
 

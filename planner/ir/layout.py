@@ -77,7 +77,8 @@ class Pair:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.value, self.gradient))
+        placements = (self.value,) if self.gradient is None else (self.value, self.gradient)
+        return hash(tuple((ord(p.kind), p.dim, p.outer) for p in placements))  # of numbers: the same in every process
 
     def __hash__(self) -> int:
         return self._hash  # pairs are keys of large tables

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 AXES = ("pp", "dp", "tp")
+# The micro-batches of a step, as an axis of time: not part of a mesh, no two of its members exist at once.
+MICRO = "micro"
 
 
 @dataclass(frozen=True, order=True)

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from planner.batch import MICRO, split_batch
+from planner.batch import split_batch
 from planner.costing import crossing
 from planner.errors import InvalidPlan
 from planner.ir.graph import Graph, Leaf, Node
 from planner.ir.layout import REPLICATED, WHOLE, Pair
+from planner.ir.mesh import MICRO
 from planner.ir.plan import Plan
 from planner.ir.program import InputSpec, Program, StageProgram, StateSpec, TensorSpec
 from planner.layouts import recall

@@ -11,9 +11,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from planner.batch import MICRO
 from planner.ir.graph import Graph, Node
 from planner.ir.layout import Pair
+from planner.ir.mesh import MICRO
 from planner.ir.program import PREAMBLE, SegmentSpec
 from planner.lower.source import LINE, conversion_comment, expression, is_random
 from planner.sharding_rules import base_name
@@ -151,7 +151,7 @@ def _statement(node: Node, scope: _Scope, micro_batches: int, site: str) -> str:
 
 def _wrapped_call(text: str) -> str:
     """``f(a, b, ...)`` with its arguments on lines of their own."""
-    call = re.fullmatch(r"([\w.]+)\((.*)\)", text)
+    call = re.fullmatch(r"([\w.]+(?:\(.*\))?)\((.*)\)", text)
     if call is None:
         return text
     inside = textwrap.wrap(call[2], LINE - 20, break_long_words=False)

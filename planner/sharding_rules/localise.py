@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from planner.ir.graph import Argument, Node, Ref, Value
+from planner.ir.mesh import MICRO
 from planner.sharding_rules.rule import Strategy, option
 
 
@@ -23,7 +24,8 @@ def localise(
     base = node.op.split(".")[1] if "." in node.op else node.op
     if base in SIZES:
         local = replace(local, args=SIZES[base](local, original, strategy, k))
-    elif base in ("dropout", "attention_with_dropout") and strategy.letter:
+    elif base in ("dropout", "attention_with_dropout") and strategy.letter and axis != MICRO:
+        # Shards draw masks of their own; micro-batches do anyway, their number is part of the seed.
         local = replace(local, kwargs=_with_axis(local, axis))
     if not strategy.divide:
         return (local,)
