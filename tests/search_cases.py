@@ -1,0 +1,95 @@
+"""What the tests of the search share: a made-up cluster, and the best split of a chain by trying every one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from costmodels.hardware import Cluster, Device, Link
+from planner.ir.graph import Graph
+from planner.schedules import in_flight
+from planner.segment_cost import SegmentCost, stage_estimate
+from planner.simulate import estimate_step
+from planner.solve.configuration import Problem
+from planner.trace import Batch, trace
+
+MB = 10**6
+AMPLE = 10**12
+
+
+def cluster(
+    gpus: int = 4,
+    *,
+    flops_per_s: float = 1e12,
+    memory_bytes_per_s: float = 1e11,
+    link_bytes_per_s: float = 1e10,
+    latency_s: float = 1e-6,
+    launch_s: float = 1e-6,
+    gpus_per_node: int = 64,
+    inter_bytes_per_s: float = 1e9,
+    kind: str = "gpu",
+) -> Cluster:
+    """Round numbers, nothing measured."""
+    device = Device("made-up", AMPLE, {"float32": flops_per_s}, memory_bytes_per_s, launch_s, 1.0, kind)
+    intra, inter = Link(link_bytes_per_s, latency_s), Link(inter_bytes_per_s, 10 * latency_s)
+    return Cluster("made-up", device, gpus, gpus_per_node, intra, inter)
+
+
+def traced(model: torch.nn.Module, *inputs: torch.Tensor, target: Any = None, loss_fn: Any = None) -> Graph:
+    return trace(model, Batch(inputs, {}, target), loss_fn).graph
+
+
+@cache
+def graph_of(make: Callable[..., Any]) -> Graph:
+    """The graph of one of tests.models."""
+    case = make()
+    return trace(case.model, Batch(case.inputs, case.kwargs, case.target), case.loss_fn).graph
+
+
+def problem(graph: Graph, on: Cluster, memory_limit_bytes: int = AMPLE, optimizer: str = "adamw") -> Problem:
+    return Problem("model", graph, on, optimizer, "fp32", memory_limit_bytes)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """Every figure of one choice of stages and recomputation."""
+
+    stages: tuple[tuple[int, int], ...]
+    recompute: tuple[bool, ...]
+    step_time_s: float
+    memory_bytes: tuple[int, ...]
+
+
+def splits(segments: int, pp: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    for cuts in itertools.combinations(range(1, segments), pp - 1):
+        edges = (0, *cuts, segments)
+        yield tuple(zip(edges, edges[1:], strict=False))
+
+
+def every_choice(segments: Sequence[SegmentCost], pp: int, micro_batches: int, schedule: str) -> Iterator[Tried]:
+    """All splits x all subsets of segments to recompute."""
+    for stages in splits(len(segments), pp):
+        for recompute in itertools.product((False, True), repeat=len(segments)):
+            estimates = [
+                stage_estimate(
+                    segments[first:end],
+                    recompute[first:end],
+                    in_flight(schedule, pp, micro_batches, number),
+                    number == pp - 1,
+                )
+                for number, (first, end) in enumerate(stages)
+            ]
+            step_time_s = estimate_step(estimates, schedule, micro_batches, 0).step_time_s
+            yield Tried(stages, recompute, step_time_s, tuple(e.memory.total_bytes for e in estimates))
+
+
+def best_step_s(segments: Sequence[SegmentCost], pp: int, micro_batches: int, schedule: str, limit_bytes: int) -> float:
+    """The least step time of all choices that fit; infinite when none does."""
+    tried = every_choice(segments, pp, micro_batches, schedule)
+    return min((x.step_time_s for x in tried if max(x.memory_bytes) <= limit_bytes), default=math.inf)
