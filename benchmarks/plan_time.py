@@ -1,6 +1,6 @@
 """How long planning takes: trace and search of published shapes, each in a process of its own.
 
-    python benchmarks/plan_time.py
+    python -m benchmarks.plan_time
 
 Prints seconds of tracing and searching, the peak memory of the process, the plan and its gap.
 """
@@ -17,21 +17,23 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-CONFIGS = Path(__file__).parent.parent / "examples" / "configs"
+ROOT = Path(__file__).parent.parent
+CONFIGS = ROOT / "examples" / "configs"
 CASES = (("gpt2.json", 8, "dgx-a100-80gb"), ("llama-3-8b.json", 8, "dgx-a100-80gb"), ("llama-3-8b.json", 64, "dgx-h100"))
 
 
 def measure(config: str, gpus: int, cluster: str) -> dict[str, object]:
     """One case, in this process."""
     from costmodels.hardware import load_cluster
-    from planner.models import example_batch, load_model
+    from planner.models import load_model
     from planner.solve.configuration import Problem
     from planner.solve.search import search
-    from planner.trace import trace
+    from planner.trace import Batch, trace
 
     start = time.perf_counter()
     loaded = load_model(str(CONFIGS / config), None, None, None)
-    traced = trace(loaded.model, example_batch(loaded), loaded.loss_fn)
+    batch = Batch(loaded.example_inputs or (), loaded.example_kwargs or {})
+    traced = trace(loaded.model, batch, loaded.loss_fn)
     traced_at = time.perf_counter()
     machines = load_cluster(cluster, gpus)
     plan = search(Problem(config, traced.graph, machines, "adamw", "bfloat16", machines.device.memory_bytes))
@@ -49,8 +51,8 @@ def main() -> None:
     table = Table("model", "devices", "trace", "search", "memory", "plan", "gap")
     for case in CASES:
         config, gpus, cluster = case
-        command = [sys.executable, __file__, config, str(gpus), cluster]
-        found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        command = [sys.executable, "-m", "benchmarks.plan_time", config, str(gpus), cluster]
+        found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout)
         table.add_row(
             config.removesuffix(".json"),
             f"{gpus} x {cluster}",

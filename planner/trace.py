@@ -26,6 +26,9 @@ SKIPPED_OPS = {"aten._assert_tensor_metadata.default", "aten._assert_scalar.defa
 # A functional graph needs no copies: ``clone`` only fixed strides, and views are emitted as reshapes.
 IDENTITY_OPS = {"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default", "aten.clone.default",
                 "aten.contiguous.default"}  # fmt: skip
+# Operators that write into a buffer without their schema saying so.
+WRITES_UNSEEN = frozenset({"batch_norm", "instance_norm", "feature_dropout", "alpha_dropout", "rrelu", "native_batch_norm"})
+CASTS = frozenset({"to", "type_as"})
 DROPPED_KEYWORDS = {"pin_memory", "layout", "non_blocking"}
 
 
@@ -126,7 +129,7 @@ def _export(step: _Step, arguments: tuple[Any, ...]) -> torch.export.ExportedPro
     try:
         exported = torch.export.export(step, arguments, strict=False)
         _detach_no_grad_regions(exported)
-        return exported.run_decompositions({})
+        return exported if _is_functional(exported.graph) else exported.run_decompositions({})
     except BadInput:
         raise
     except Exception as error:
@@ -136,6 +139,21 @@ def _export(step: _Step, arguments: tuple[Any, ...]) -> torch.export.ExportedPro
             "torch.export follows the model with example_inputs and needs control flow that does not depend on the "
             "values of tensors; the error above names the place."
         ) from error
+
+
+def _is_functional(graph: torch.fx.Graph) -> bool:
+    """Whether no operator writes into its arguments, so that decomposition, half the time of a trace, has nothing to do."""
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is operator.getitem:
+            if node.op == "get_attr":
+                return False
+            continue
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+            return False
+        if str(target).split(".")[1] in WRITES_UNSEEN:
+            return False
+    return True
 
 
 def _detach_no_grad_regions(exported: torch.export.ExportedProgram) -> None:
@@ -302,7 +320,19 @@ class _Reader:
         op, args, kwargs, keep = _normalise(op, args, kwargs)
         module = _module_path(fx_node)
         results: Any = fx_node.meta["val"]
-        if op.split(".")[1:2] in (["squeeze"], ["flatten"], ["unflatten"]):
+        base = op.split(".")[1] if "." in op else op
+        if base in CASTS or op == "aten.dropout.default":
+            source = self.values[args[0].name]
+            result = _value(fx_node.name, results, False)
+            dropped = op == "aten.dropout.default" and (args[1] == 0 or not args[2])
+            if dropped or (base in CASTS and result.dtype == source.dtype):
+                self.names[fx_node.name] = source.name
+                return
+            if base in CASTS:
+                op, args, kwargs = "aten._to_copy.default", args[:1], (("dtype", Symbol(f"torch.{result.dtype}")),)
+            else:
+                op, args, kwargs = "dropout", args[:2], ()
+        if base in ("squeeze", "flatten", "unflatten"):
             op, args, kwargs = "aten.view.default", (args[0], tuple(int(s) for s in results.shape)), ()
         if isinstance(results, torch.Tensor):
             name = self.unique(fx_node.name)
