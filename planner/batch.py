@@ -18,6 +18,7 @@ from planner.errors import BadInput
 from planner.ir.graph import Graph, Node
 from planner.ir.layout import COMMUNICATING, REPLICATED, Pair, conversion, shard
 from planner.ir.mesh import MICRO
+from planner.segments import main_nodes
 from planner.shard import Sharded, target_pair
 from planner.shard import shard as shard_graph
 from planner.sharding_rules import Strategy, rule_of, strategies
@@ -126,20 +127,32 @@ def _demanded(node: Node, options: tuple[Strategy, ...], demands: Mapping[str, s
 
 
 def _check_time(graph: Graph) -> None:
-    """Refuse what cannot be done between micro-batches, naming the operator."""
+    """Refuse what cannot be done between micro-batches, naming the operator.
+
+    A sum can be made before the first of them when it depends on inputs alone. Every result of a micro-batch has to be
+    made from its own samples: one that is padded to the whole batch stands for rows at other places.
+    """
+    weighted = main_nodes(graph)
     for node in graph.nodes:
         if node.op != "convert" or node.args[1] != MICRO:
             continue
         source, target = (Pair.parse(text.strip()) for text in str(node.args[2]).split("->"))
         forward, backward = conversion(source, target)
-        if forward == "all_reduce" and not node.output.differentiable:
+        if forward == "all_reduce" and node.name not in weighted:
             continue
-        if forward in COMMUNICATING or backward in COMMUNICATING:
-            reader = next((n for n in graph.nodes if node.name in n.operands), node)
+        if forward in (*COMMUNICATING, "pad") or backward in COMMUNICATING:
+            reader = _reader(graph, node)
             raise BadInput(
                 f"operator {reader.op} in {reader.module or 'the model'} couples the samples of a batch, so the batch "
                 "cannot be cut into micro-batches without changing the result; use 1 micro-batch (mb=1)"
             )
+
+
+def _reader(graph: Graph, node: Node) -> Node:
+    """The first operator that reads what ``node`` makes, behind further conversions."""
+    while node.op == "convert" and graph.consumers[node.name]:
+        node = graph.consumers[node.name][0]
+    return node
 
 
 __all__ = ["BatchSplit", "batch_strategies", "leaf_pair", "split_batch"]

@@ -1,8 +1,9 @@
 """Graph passes that give every operator a form the rules can split.
 
     split_means        a token mean (cross-entropy) -> sum over tokens / global count: averaging averages is wrong
-    select_columns     x[arange(b), columns] -> a selection of columns, which any share of the rows can do alone
+    select_columns     x[arange(b), columns] -> columns selected in each row, which any share of the rows can do alone
     count_from_front   x[-4:] -> x[4:8]: a share of x has another end
+    added_constants    loss + 1 -> loss + a tensor: a partial sum takes it on one device only
     plain_copies       copy(x, y), left by y written into a part of x -> y in the shape and dtype of x
     plain_batch_norm   forms of BatchNorm that write no statistics -> aten.batch_norm with its one result
     share_equal        a gradient-free tensor made twice in the same way -> once
@@ -20,7 +21,15 @@ MEAN, SUM = 1, 2
 
 
 def normalise(graph: Graph) -> Graph:
-    for step in (split_means, select_columns, count_from_front, plain_copies, plain_batch_norm, share_equal):
+    for step in (
+        split_means,
+        select_columns,
+        count_from_front,
+        added_constants,
+        plain_copies,
+        plain_batch_norm,
+        share_equal,
+    ):
         graph = step(graph)
     return prune(graph)
 
@@ -91,9 +100,10 @@ def _fresh(name: str, taken: set[str]) -> str:
 
 
 def select_columns(graph: Graph) -> Graph:
-    """``index(x [b, s, ..], (rows, columns))`` where rows are arange(b) along dim 0 and columns do not depend on it.
+    """``index(x [b, s, ..], (rows, columns))`` where rows are arange(b) along dim 0.
 
-    Attention masks are built this way; as an index it would need all of x to make any row of the result.
+    Columns that are the same in every row (attention masks are built this way) become an ``index_select``, columns of
+    each row (the last token of a text) a ``gather``. As an index it would need all of x to make any row of the result.
     """
     nodes: list[Node] = []
     taken = set(graph.values)
@@ -108,7 +118,11 @@ def _selected(node: Node, graph: Graph, taken: set[str]) -> tuple[Node, ...]:
     source, rows, columns = (graph.values[name] for name in node.operands)
     shape = node.output.shape
     full_rows = rows.shape == (source.shape[0],) + (1,) * (len(columns.shape) - 1)
-    if not full_rows or columns.shape[:1] != (1,) or not _is_range(rows.name, source.shape[0], graph):
+    if not full_rows or not _is_range(rows.name, source.shape[0], graph):
+        return ()
+    if columns.shape[0] == source.shape[0]:
+        return _gathered(node, graph, taken)
+    if columns.shape[0] != 1:
         return ()
     flat, picked = (_fresh(node.name + suffix, taken) for suffix in ("_columns", "_picked"))
     count = columns.numel
@@ -126,12 +140,37 @@ def _selected(node: Node, graph: Graph, taken: set[str]) -> tuple[Node, ...]:
     )
 
 
+def _gathered(node: Node, graph: Graph, taken: set[str]) -> tuple[Node, ...]:
+    """Row i of the result is x[i, columns[i]]; a column below zero counts from the end."""
+    source, _, columns = (graph.values[name] for name in node.operands)
+    batch, length, *rest = source.shape
+    count = columns.numel // max(batch, 1)
+    made: list[Node] = []
+
+    def emit(op: str, arguments: tuple[Argument, ...], like: Value, shape: tuple[int, ...], dtype: str) -> Ref:
+        name = _fresh(f"{node.name}_{op.split('.')[1]}", taken)
+        value = Value(name, shape, dtype, like.differentiable)
+        made.append(Node(op, arguments, (value,), (), node.module))
+        return Ref(name)
+
+    ids = Ref(columns.name)
+    negative = emit("aten.lt.Scalar", (ids, 0), columns, columns.shape, "bool")
+    counted = emit("aten.add.Tensor", (ids, length), columns, columns.shape, columns.dtype)
+    place = emit("aten.where.self", (negative, counted, ids), columns, columns.shape, columns.dtype)
+    thin = (batch, count, *(1 for _ in rest))
+    seen = emit("aten.view.default", (place, thin), columns, thin, columns.dtype)
+    full = (batch, count, *rest)
+    wide = emit("aten.expand.default", (seen, full), columns, full, columns.dtype)
+    picked = emit("aten.gather.default", (Ref(source.name), 1, wide), source, full, source.dtype)
+    return (*made, Node("aten.view.default", (picked, node.output.shape), node.outputs, (), node.module))
+
+
 def _is_range(name: str, count: int, graph: Graph) -> bool:
     """Whether a tensor is arange(count), seen with further dims of size one."""
     while name in graph.producers:
         node = graph.producers[name]
-        if node.op == "aten.arange.default":
-            return node.args == (count,)
+        if node.op.startswith("aten.arange."):
+            return node.args in ((count,), (0, count), (0, count, 1))
         if node.op not in ("aten.unsqueeze.default", "aten.view.default"):
             return False
         name = node.operands[0]
@@ -150,6 +189,31 @@ def _front_slice(node: Node, graph: Graph) -> Node:
     size = graph.values[source.name].shape[int(dim)]
     first, last, _ = slice(start, end).indices(size)
     return replace(node, args=(source, dim, first, max(first, last), *step))
+
+
+def added_constants(graph: Graph) -> Graph:
+    """``x + 1``, ``x - 1`` and ``1 - x`` of a tensor of shape [] with a gradient: the number becomes a tensor."""
+    nodes: list[Node] = []
+    taken = set(graph.values)
+    for node in graph.nodes:
+        nodes.extend(_with_constant(node, graph, taken) or (node,))
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _with_constant(node: Node, graph: Graph, taken: set[str]) -> tuple[Node, ...]:
+    forward = ("aten.add.Tensor", "aten.sub.Tensor")
+    if node.op not in (*forward, "aten.rsub.Scalar") or node.output.shape or not node.output.differentiable:
+        return ()
+    if node.kwargs or len(node.args) != 2 or not isinstance(node.args[1], int | float) or not node.args[1]:
+        return ()
+    dtype = node.output.dtype
+    number = Value(_fresh(f"{node.name}_constant", taken), (), dtype)
+    options = (("dtype", Symbol(f"torch.{dtype}")), ("device", Symbol("device")))
+    made = Node("aten.full.default", ((), node.args[1]), (number,), options, node.module)
+    tensor, constant = node.args[0], Ref(number.name)
+    if node.op in forward:
+        return made, replace(node, args=(tensor, constant))
+    return made, replace(node, op="aten.sub.Tensor", args=(constant, tensor))
 
 
 def plain_copies(graph: Graph) -> Graph:

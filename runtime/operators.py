@@ -182,5 +182,11 @@ def seeded(function: Callable[..., Any], rng: torch.Tensor, site: int, axes: Seq
 
 
 def micro_slice(x: torch.Tensor, placement: str, rng: torch.Tensor, micro_batches: int) -> torch.Tensor:
-    """This micro-batch's part of a tensor that was made for all of them; ``rng``: [seed, step, micro-batch]."""
-    return part(x, Placement.parse(placement), micro_batches, int(rng[2]))
+    """This micro-batch's part of a tensor that was made for all of them; ``rng``: [seed, step, micro-batch].
+
+    As an addend of a sum over micro-batches (``placement`` P) it is the tensor in the first one and zero in the others.
+    """
+    held = Placement.parse(placement)
+    if held.kind == "P":
+        return x if int(rng[2]) == 0 else torch.zeros_like(x)
+    return part(x, held, micro_batches, int(rng[2]))

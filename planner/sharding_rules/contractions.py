@@ -167,3 +167,19 @@ def convolution(node: Node, values: Mapping[str, Value]) -> Rule | None:
         sizes=sizes,
     )
     return found if groups == 1 else replace(found, whole=found.whole | {"c", "o"})
+
+
+def recurrent(node: Node, values: Mapping[str, Value]) -> Rule | None:
+    """lstm, gru, rnn(x, states, weights, biases, layers, dropout, train, bidirectional, batch_first): the batch is free.
+
+    x [b, t, i] or [t, b, i]; states [layers, b, h]; results: outputs like x, then states.
+    """
+    x = values[node.operands[0]]
+    if len(x.shape) != 3 or len(node.args) != 9 or (node.args[5] and node.args[6]):
+        return None
+    states = len(node.outputs) - 1
+    sequence: Dims = (("n",), (), ()) if node.args[8] else ((), ("n",), ())
+    state: Dims = ((), ("n",), ())
+    weights = tuple(tuple(() for _ in values[name].shape) for name in node.operands[1 + states :])
+    sizes = {"n": x.shape[0 if node.args[8] else 1]}
+    return Rule((sequence, *(state,) * states, *weights), (sequence, *(state,) * states), sizes)

@@ -66,7 +66,8 @@ def _linear(node: Node, base: str) -> tuple[frozenset[int], ...]:
     if base == "_to_copy" or base in LINEAR_UNARY:
         return (frozenset({0}),)
     if base in ADDITIONS:
-        return (frozenset({0, 1}),) if tensors == 2 else ()
+        adds_nothing = tensors == 1 and any(item == 0 for item in node.args[:2] if not isinstance(item, Ref))
+        return (frozenset({0, 1}),) if tensors == 2 else (frozenset({0}),) if adds_nothing else ()
     if base in PRODUCTS:
         return tuple(frozenset({i}) for i in range(tensors))
     if base in QUOTIENTS:

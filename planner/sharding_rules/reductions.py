@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from planner.ir.graph import Node, Value
 from planner.ir.layout import WHOLE
+from planner.sharding_rules.elementwise import broadcast_dims
 from planner.sharding_rules.rule import Dim, Rule, Special, option
 
 # Where the reduced dims stand among the arguments, when not second.
@@ -51,6 +52,21 @@ def along(node: Node, values: Mapping[str, Value]) -> Rule:
     whole = frozenset(f"d{i}" for i in _dims(node, len(shape)))
     linear = (frozenset({0}),) if node.op.split(".")[1] in LINEAR_ALONG else ()
     return Rule((_letters(shape),), (_letters(shape),) * len(node.outputs), _sizes(shape), whole, linear=linear)
+
+
+def cosine_similarity(node: Node, values: Mapping[str, Value]) -> Rule | None:
+    """cosine_similarity(x, y, dim), broadcasting: the dim stays whole and goes."""
+    shapes = [values[name].shape for name in node.operands]
+    rank = max(len(shape) for shape in shapes)
+    dim = int(option(node, 2, "dim", 1)) % rank
+    full = list(node.output.shape)
+    full.insert(dim, max(shape[dim - rank] for shape in shapes if len(shape) >= rank - dim))
+    left, right = (broadcast_dims(shape, tuple(full)) for shape in shapes)
+    if left is None or right is None:
+        return None
+    sizes = {f"d{n}": size for n, size in zip(range(rank, 0, -1), full, strict=True)}
+    out = tuple((f"d{n}",) for n in range(rank, 0, -1) if n != rank - dim)
+    return Rule((left, right), (out,), sizes, frozenset({f"d{rank - dim}"}))
 
 
 def layer_norm(node: Node, values: Mapping[str, Value]) -> Rule:

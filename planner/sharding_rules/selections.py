@@ -176,3 +176,25 @@ def diagonal(node: Node, values: Mapping[str, Value]) -> Rule:
     sizes = _sizes(shape) | {"t": node.output.shape[-1]}
     whole = frozenset({"t", *(f"d{d}" for d in pair)})
     return Rule((letters,), (out,), sizes, whole, linear=(frozenset({0}),))
+
+
+def one_hot(node: Node, values: Mapping[str, Value]) -> Rule:
+    """one_hot(ids, classes): a new last dim."""
+    shape = values[node.operands[0]].shape
+    letters = _letters(len(shape))
+    sizes = _sizes(shape) | {"c": node.output.shape[-1]}
+    return Rule((letters,), ((*letters, ("c",)),), sizes, frozenset({"c"}))
+
+
+def patches(node: Node, values: Mapping[str, Value]) -> Rule | None:
+    """im2col [n, c, h, w] -> [n, (c k), l] and col2im, the other way: batch and channels are free."""
+    shape, out = values[node.operands[0]].shape, node.output.shape
+    images, columns = (shape, out) if len(shape) == 4 else (out, shape)
+    if (len(images), len(columns)) != (4, 3):  # no batch dim
+        return None
+    sizes = {"n": images[0], "c": images[1], "h": images[2], "w": images[3]}
+    sizes |= {"k": columns[1] // images[1], "l": columns[2]}
+    image: Dims = (("n",), ("c",), ("h",), ("w",))
+    column: Dims = (("n",), ("c", "k"), ("l",))
+    inside, result = (image, column) if images is shape else (column, image)
+    return Rule((inside,), (result,), sizes, frozenset("hwkl"), linear=(frozenset({0}),))
