@@ -4,7 +4,8 @@
     select_columns     x[arange(b), columns] -> columns selected in each row, which any share of the rows can do alone
     count_from_front   x[-4:] -> x[4:8]: a share of x has another end
     added_constants    loss + 1 -> loss + a tensor: a partial sum takes it on one device only
-    plain_copies       copy(x, y), left by y written into a part of x -> y in the shape and dtype of x
+    plain_copies       copy(x, y), left by y written into a part of x -> y in the shape and dtype of x; x.expand_as(y) and
+                       x.type_as(y) likewise: a tensor that only lends its shape or dtype is not read
     plain_batch_norm   forms of BatchNorm that write no statistics -> aten.batch_norm with its one result
     share_equal        a gradient-free tensor made twice in the same way -> once
 
@@ -217,22 +218,31 @@ def _with_constant(node: Node, graph: Graph, taken: set[str]) -> tuple[Node, ...
 
 
 def plain_copies(graph: Graph) -> Graph:
-    """``copy(x, y)`` reads nothing of x but its shape and dtype, and has no derivative in torch."""
+    """``copy(x, y)`` reads nothing of x but its shape and dtype, and has no derivative in torch.
+
+    ``expand_as(x, y)`` reads of y only the shape, ``type_as(x, y)`` only the dtype.
+    """
     nodes: list[Node] = []
     taken = set(graph.values)
     for node in graph.nodes:
-        nodes.extend(_copied(node, graph, taken) if node.op == "aten.copy.default" else (node,))
+        nodes.extend(_copied(node, graph, taken) if node.op in LENDING else (node,))
     return replace(graph, nodes=tuple(nodes))
 
 
+# Which operand is copied; the other lends its shape or dtype.
+LENDING = {"aten.copy.default": 1, "aten.expand_as.default": 0, "aten.type_as.default": 0}
+
+
 def _copied(node: Node, graph: Graph, taken: set[str]) -> tuple[Node, ...]:
-    source = graph.values[node.operands[1]]
+    source = graph.values[node.operands[LENDING[node.op]]]
     full = Node("aten.expand.default", (Ref(source.name), node.output.shape), node.outputs, (), node.module)
     if source.dtype == node.output.dtype:
         return (full,)
     cast = replace(source, name=_fresh(node.name + "_cast", taken), dtype=node.output.dtype)
     dtype = (("dtype", Symbol(f"torch.{cast.dtype}")),)
     to = Node("aten._to_copy.default", (Ref(source.name),), (cast,), dtype, node.module)
+    if source.shape == node.output.shape:
+        return (replace(to, outputs=node.outputs),)
     return to, replace(full, args=(Ref(cast.name), node.output.shape))
 
 
