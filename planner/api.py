@@ -9,27 +9,27 @@ torchrun every rank calls ``auto_parallelize`` and is one of its ranks; or it is
 
 from __future__ import annotations
 
-import copy
+import gc
 import json
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from costmodels.hardware import Cluster, ClusterError, load_cluster
-from planner.errors import BadInput, InvalidPlan, MeshwrightError
-from planner.inputs import cast, example_batch, guess_target
+from costmodels.hardware import Cluster
+from planner.errors import BadInput, MeshwrightError
+from planner.inputs import BatchForm, cast, example_batch, guess_target, on_device_of, takes_target
 from planner.ir.graph import Graph
 from planner.ir.plan import Plan
 from planner.ir.program import Program
 from planner.ir.verify import verify_plan
 from planner.lower import lower
+from planner.options import Progress, Request, cast_model, check_gpus, check_request, dtype_to_trace
 from planner.parallel import OptimizerFactory, Parallel
 from planner.report.comparison import ComparisonRow
-from planner.sizes import parse_bytes
 from planner.solve.configuration import Evaluator, Problem
 from planner.solve.search import search
 from planner.strategies import NAMED, plan_by_hand
@@ -37,13 +37,9 @@ from planner.trace import Batch, Traced, trace
 from runtime.launch import LocalRanks, current_world, init_world, share_bytes
 from runtime.measure import measured_cluster
 from runtime.worker import Rank
+from runtime.world import World
 
-Progress = Callable[..., None]
-OPTIMIZERS = ("adamw", "sgd", "sgd-momentum")
-PRECISIONS = {
-    "fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
-    "fp16": torch.float16, "float16": torch.float16, "fp64": torch.float64, "float64": torch.float64,
-}  # fmt: skip
+COLLECTIVE_TIMEOUT_S = 600.0
 
 
 def auto_parallelize(
@@ -67,50 +63,77 @@ def auto_parallelize(
 ) -> Parallel:
     """Plan how to train ``model`` on ``gpus`` devices, and return what runs it.
 
-    ``example_inputs`` (a tuple) and ``example_kwargs``: one global batch, as ``model(*inputs, **kwargs)`` takes it; dim 0
-    of every tensor as long as the first is the batch. Without them: the model's ``example_input_array``,
-    ``dummy_inputs`` or ``example_inputs``, or what its first layer takes. ``loss_fn(output, target)`` gives one number;
-    without it the model must return its loss (Hugging Face: ``labels`` among the kwargs). ``example_target``: loss_fn's
-    target for that batch; without it its shape is found by trying.
+    ``example_inputs`` (a tuple; a dict means keywords) and ``example_kwargs``: one global batch, as
+    ``model(*inputs, **kwargs)`` takes it; dim 0 of every tensor as long as the first is the batch. Without them: the
+    model's ``example_input_array``, ``dummy_inputs`` or ``example_inputs``, or what its first layer takes.
+    ``loss_fn(output, target)`` gives one number; without it the model must return its loss (Hugging Face: ``labels`` among
+    the kwargs). ``example_target``: loss_fn's target for that batch; without it its shape is found by trying.
 
     ``cluster``: a preset's name, a TOML path, or "auto", this machine, measured (a few seconds, kept). ``global_batch``:
     rows of one step, if not those of the example. ``optimizer``: adamw, sgd or sgd-momentum, for its cost; the one that
     trains is passed to ``train``. ``precision``: fp32, bf16, fp16 or fp64; default: as the model is. ``memory_limit``:
     bytes of one device, or '40GB'; default: what the cluster's device has. ``strategy``: "auto", or a hand-picked one
     (planner.strategies). ``time_limit``: seconds for the search; the best plan so far comes back with its gap. ``plan``: an
-    earlier plan to run instead of searching.
+    earlier plan, or its path, to run instead of searching.
 
-    Under torchrun every rank calls this; rank 0 plans and the others get the very same plan.
+    Under torchrun every rank calls this; rank 0 plans, and the others get the very same plan and rank 0's weights.
 
     Raises BadInput, TraceError, InvalidPlan, Infeasible or OutOfTime, each before any process of the run is started.
     """
     world = current_world()
-    if world is not None and world.size > 1:
+    batch = (example_inputs, example_kwargs, example_target, global_batch)
+
+    def prepare(count: int | None) -> _Prepared:
+        request = check_request(
+            count, loss_fn, cluster, optimizer, precision, memory_limit, strategy, time_limit, seed, plan, progress
+        )
+        if request.cluster is None and request.plan is None and (world is None or world.size == 1):
+            check_gpus(request.gpus)
+        return _prepare(model, batch, request)
+
+    if world is not None and (world.size > 1 or gpus == 1):
         if gpus not in (None, world.size):
             raise BadInput(f"gpus={gpus}, but torchrun started {world.size} ranks; start {gpus} ranks or leave gpus out")
-        gpus = world.size
-    count = _gpu_count(gpus)
-    request = _Request(
-        count, loss_fn, cluster, optimizer, precision, _memory_limit(memory_limit), strategy, time_limit, seed, plan, progress
-    )
-    batch = (example_inputs, example_kwargs, example_target, global_batch)
-    if world is None or world.size == 1:
-        prepared = _prepare(model, batch, request)
-        return Parallel(model, prepared.plan, prepared.program, prepared.has_target, start=lambda: LocalRanks.start(count))
-    device = init_world(world)
-    decided = None
+        return _of_rank(model, world, lambda: prepare(world.size))
+    prepared = prepare(gpus)
+
+    def start() -> LocalRanks:
+        check_gpus(prepared.plan.mesh.size)
+        return LocalRanks.start(prepared.plan.mesh.size, timeout_s=COLLECTIVE_TIMEOUT_S)
+
+    return Parallel(model, prepared.plan, prepared.program, prepared.form, start=start)
+
+
+def _of_rank(model: torch.nn.Module, world: World, prepare: Callable[[], _Prepared]) -> Parallel:
+    """This process as a rank of ``world``: rank 0 prepares, and all get what it made, or its error."""
+    device = init_world(world, timeout_s=COLLECTIVE_TIMEOUT_S)
+    mine: dict[str, Any] | None = None
+    failure: Exception | None = None
     if world.rank == 0:
         try:
-            mine = _prepare(model, batch, request)
-            decided = {"plan": mine.plan.to_json(), "program": mine.program.to_dict(), "has_target": mine.has_target}
-        except MeshwrightError as error:
-            decided = {"error": str(error), "kind": type(error).__name__}
-    shared = json.loads(share_bytes(json.dumps(decided).encode() if decided is not None else None))
+            made = prepare()
+            mine = {"plan": made.plan.to_json(), "program": made.program.to_dict(), "form": dict(made.form.entries)}
+        except Exception as error:
+            failure = error
+            mine = {"error": str(error), "kind": type(error).__name__}
+    shared = json.loads(share_bytes(json.dumps(mine).encode() if mine is not None else None))
+    if failure is not None:
+        raise failure
     if "error" in shared:
-        raise _error_of(shared["kind"])(shared["error"])
-    program = Program.from_dict(shared["program"])
-    rank = Rank(rank=world.rank, world_size=world.size, device=device)
-    return Parallel(model, Plan.from_json(shared["plan"]), program, shared["has_target"], rank=rank)
+        raise _error_of(shared["kind"], shared["error"])
+    rank = Rank(rank=world.rank, world_size=world.size, device=device, timeout_s=COLLECTIVE_TIMEOUT_S)
+    program, form = Program.from_dict(shared["program"]), BatchForm(shared["form"])
+    return Parallel(model, Plan.from_json(shared["plan"]), program, form, rank=rank)
+
+
+def _error_of(kind: str, message: str) -> MeshwrightError:
+    """Rank 0's error for another rank."""
+    import planner.errors
+
+    found = getattr(planner.errors, kind, None)
+    if isinstance(found, type) and issubclass(found, MeshwrightError):
+        return found(message)
+    return MeshwrightError(f"planning failed on rank 0: {kind}: {message}")
 
 
 def compare(
@@ -138,14 +161,21 @@ def compare(
     ``steps``: training steps measured on local ranks after one that warms up; the median counts. The other arguments are
     those of ``auto_parallelize``. A strategy that cannot be used has its reason in ``refused``.
     """
-    count = _gpu_count(gpus)
-    request = _Request(
-        count, loss_fn, cluster, optimizer, precision, _memory_limit(memory_limit), "auto", time_limit, seed, None, progress
+    if steps < 1:
+        raise BadInput(f"steps={steps}; at least one step is measured")
+    world = current_world()
+    if measure and world is not None and world.size > 1:
+        raise BadInput("compare(measure=True) starts ranks of its own; run it in a plain script, not under torchrun")
+    request = check_request(
+        gpus, loss_fn, cluster, optimizer, precision, memory_limit, "auto", time_limit, seed, None, progress
     )
-    traced, whole_batch, _ = _traced(model, (example_inputs, example_kwargs, example_target, global_batch), request)
+    if measure or request.cluster is None:
+        check_gpus(request.gpus)
+    example = (example_inputs, example_kwargs, example_target, global_batch)
+    traced, whole_batch = _traced(model, example, request)
+    tensors = _tensors(traced, whole_batch) if measure else {}
     problem = _problem(model, traced.graph, request)
     evaluator = Evaluator(problem)
-    tensors = _tensors(traced, whole_batch) if measure else {}
     rows = []
     for name in ("auto", *(s for s in strategies if s != "auto")):
         if progress is not None:
@@ -168,79 +198,70 @@ def compare(
 
 
 @dataclass(frozen=True)
-class _Request:
-    gpus: int
-    loss_fn: Callable[..., torch.Tensor] | None
-    cluster: str | Path | Cluster
-    optimizer: str
-    precision: str | None
-    memory_limit_bytes: int | None
-    strategy: str
-    time_limit_s: float | None
-    seed: int
-    plan: Plan | str | Path | None
-    progress: Progress | None
-
-    def say(self, what: str) -> None:
-        if self.progress is not None:
-            self.progress(what)
-
-
-@dataclass(frozen=True)
 class _Prepared:
     plan: Plan
     program: Program
-    has_target: bool
+    form: BatchForm
 
 
-def _prepare(model: torch.nn.Module, batch: tuple[Any, ...], request: _Request) -> _Prepared:
+def _prepare(model: torch.nn.Module, batch: tuple[Any, ...], request: Request) -> _Prepared:
     """Trace, plan and lower."""
-    traced, _, has_target = _traced(model, batch, request)
-    if request.plan is not None:
-        plan = request.plan if isinstance(request.plan, Plan) else Plan.load(request.plan)
-        verify_plan(plan, traced.graph)
-        if plan.mesh.size != request.gpus:
-            raise InvalidPlan(f"the plan is for {plan.mesh.size} devices, not {request.gpus}; pass gpus={plan.mesh.size}")
-    else:
+    traced, example = _traced(model, batch, request)
+    plan = request.plan
+    if plan is None:
         problem = _problem(model, traced.graph, request)
         request.say("searching")
         if request.strategy == "auto":
             plan = search(problem, request.time_limit_s, request.progress)
         else:
             plan = plan_by_hand(Evaluator(problem), request.strategy)
-        verify_plan(plan, traced.graph)
+    verify_plan(plan, traced.graph)
     request.say("lowering")
-    return _Prepared(plan, lower(traced.graph, plan), has_target)
+    return _Prepared(plan, lower(traced.graph, plan), BatchForm.of(example))
 
 
-def _traced(model: torch.nn.Module, batch: tuple[Any, ...], request: _Request) -> tuple[Traced, Batch, bool]:
+def _traced(model: torch.nn.Module, batch: tuple[Any, ...], request: Request) -> tuple[Traced, Batch]:
+    """The graph of one step, and the example batch it was traced with, its values kept."""
     if not isinstance(model, torch.nn.Module):
         raise BadInput(f"model is a {type(model).__name__}; pass a torch.nn.Module")
-    if request.optimizer not in OPTIMIZERS:
-        raise BadInput(f"optimizer {request.optimizer!r} is unknown; use one of {', '.join(OPTIMIZERS)}")
     inputs, kwargs, target, rows = batch
+    rows = rows or (request.plan.global_batch if request.plan is not None else None)
     example = example_batch(model, inputs, kwargs, target, rows)
-    if request.precision is not None:
-        dtype = _dtype(request.precision)
-        model, example = _cast_model(model, dtype), cast(example, dtype)
-    if request.loss_fn is not None and example.target is None:
-        example = replace(example, target=guess_target(model, example, request.loss_fn))
+    dtype = dtype_to_trace(model, request)
+    if dtype is not None:
+        model, example = cast_model(model, dtype), cast(example, dtype)
+    stand_ins = on_device_of(model, example)
+    if request.loss_fn is not None and example.target is None and takes_target(request.loss_fn):
+        guessed = guess_target(model, stand_ins, request.loss_fn)
+        example, stand_ins = replace(example, target=guessed), replace(stand_ins, target=guessed)
     request.say("tracing the model")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        traced = trace(model, example, request.loss_fn, rows)
-    return traced, example, request.loss_fn is not None
+    with _without_collection():
+        return trace(model, stand_ins, request.loss_fn, rows), example
 
 
-def _problem(model: torch.nn.Module, graph: Graph, request: _Request) -> Problem:
-    cluster = _cluster(request)
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Tracing makes many objects and drops few: looking for garbage all along would cost a fifth of its time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _problem(model: torch.nn.Module, graph: Graph, request: Request) -> Problem:
+    cluster = request.cluster
+    if cluster is None:
+        cluster = measured_cluster(request.gpus, progress=request.say)
     limit = request.memory_limit_bytes
     return Problem(
         name=type(model).__name__,
         graph=graph,
         cluster=cluster,
         optimizer=request.optimizer,
-        precision=request.precision or _main_dtype(graph),
+        precision=_main_dtype(graph) if request.dtype is None else str(request.dtype).removeprefix("torch."),
         memory_limit_bytes=limit if limit is not None else cluster.device.memory_bytes,
         seed=request.seed,
     )
@@ -252,61 +273,6 @@ def _main_dtype(graph: Graph) -> str:
     for leaf in graph.leaves_of("parameter"):
         counts[leaf.value.dtype] = counts.get(leaf.value.dtype, 0) + leaf.value.numel
     return max(counts, key=lambda dtype: counts[dtype])
-
-
-def _cluster(request: _Request) -> Cluster:
-    if isinstance(request.cluster, Cluster):
-        return request.cluster.with_gpus(request.gpus)
-    if request.cluster == "auto":
-        request.say("measuring this machine")
-        return measured_cluster(request.gpus)
-    try:
-        return load_cluster(request.cluster, request.gpus)
-    except ClusterError as error:
-        raise BadInput(str(error)) from None
-
-
-def _gpu_count(gpus: int | None) -> int:
-    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus is None:
-        if not available:
-            raise BadInput("say how many devices to use: gpus=4 (this machine has no GPU; local processes stand for them)")
-        return available
-    if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
-        raise BadInput(f"gpus={gpus!r}; pass a whole number of at least 1")
-    return gpus
-
-
-def _memory_limit(limit: int | str | None) -> int | None:
-    if isinstance(limit, str):
-        return parse_bytes(limit)
-    if limit is not None and (isinstance(limit, bool) or limit <= 0):
-        raise BadInput(f"memory_limit={limit!r}; pass a positive number of bytes or a text such as '40GB'")
-    return limit
-
-
-def _dtype(precision: str) -> torch.dtype:
-    if precision not in PRECISIONS:
-        raise BadInput(f"precision {precision!r} is unknown; use one of {', '.join(PRECISIONS)}")
-    return PRECISIONS[precision]
-
-
-def _cast_model(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """A copy for tracing whose floating-point tensors have ``dtype``; nothing of the weights is copied."""
-    stand_ins: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        wanted = dtype if tensor.is_floating_point() else tensor.dtype
-        empty = torch.empty(tensor.shape, dtype=wanted, device=tensor.device)
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        stand_ins[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-    return copy.deepcopy(model, stand_ins)
-
-
-def _error_of(kind: str) -> type[MeshwrightError]:
-    import planner.errors
-
-    found = getattr(planner.errors, kind, MeshwrightError)
-    return found if isinstance(found, type) and issubclass(found, MeshwrightError) else MeshwrightError
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -341,7 +307,7 @@ def _measured(
     }
     try:
         program = lower(graph, row.plan)
-        with Parallel(model, row.plan, program, False, start=lambda: LocalRanks.start(program.mesh.size)) as parallel:
+        with Parallel(model, row.plan, program, BatchForm({}), start=lambda: LocalRanks.start(program.mesh.size)) as parallel:
             parallel.set_optimizer(factories[optimizer])
             times = parallel.measure(tensors, steps)
     except MeshwrightError as error:

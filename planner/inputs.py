@@ -3,25 +3,31 @@
     example_batch(model, ...)     inputs, keywords and target of one global batch
     resized(batch, size)          the same with another number of rows
     guess_target(model, ...)      the shape of loss_fn's target, where the user gave none
+    BatchForm                     what later batches must hold: the same tensors, and the same other values
 
 Only shapes and dtypes matter to planning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from planner.errors import BadInput
+from planner.ir.program import InputSpec, spoken
 from planner.trace import Batch
+from planner.trace_failure import quietly, trace_failure
 
 EXAMPLE_ATTRIBUTES = ("example_input_array", "dummy_inputs", "example_inputs")
 DEFAULT_ROWS = 8
 DEFAULT_IMAGE = 32
 DEFAULT_TOKENS = 16
+MOST_OUTPUTS = 4
 
 
 def example_batch(
@@ -32,39 +38,42 @@ def example_batch(
     global_batch: int | None = None,
 ) -> Batch:
     """One global batch. Raises BadInput saying what to pass when none can be found."""
+    if example_kwargs is not None and not isinstance(example_kwargs, Mapping):
+        raise BadInput(f"example_kwargs is a {type(example_kwargs).__name__}; pass a dict of the model's keyword arguments")
+    if global_batch is not None and (isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1):
+        raise BadInput(f"global_batch={global_batch!r}; pass a whole number of at least 1")
     if example_inputs is not None or example_kwargs is not None:
-        args = _as_tuple(example_inputs)
-        batch = Batch(args, dict(example_kwargs or {}), example_target)
+        batch = arguments_of(example_inputs, example_target)
+        batch = Batch(batch.args, {**batch.kwargs, **(example_kwargs or {})}, example_target)
     else:
         batch = _from_model(model, example_target, global_batch or DEFAULT_ROWS)
     return batch if global_batch is None else resized(batch, global_batch)
 
 
-def _as_tuple(inputs: Any) -> tuple[Any, ...]:
+def arguments_of(inputs: Any, target: Any = None) -> Batch:
+    """``inputs`` as the model is called with them: a mapping as keywords, a tuple or list as positional, else the only one."""
+    if isinstance(inputs, Mapping):
+        return Batch((), dict(inputs), target)
     if inputs is None:
-        return ()
-    if isinstance(inputs, list):
-        return tuple(inputs)
-    return inputs if isinstance(inputs, tuple) else (inputs,)
+        return Batch((), {}, target)
+    return Batch(tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}, target)
 
 
 def _from_model(model: torch.nn.Module, target: Any, rows: int) -> Batch:
     for name in EXAMPLE_ATTRIBUTES:
         found = getattr(model, name, None)
         found = found() if callable(found) and not isinstance(found, torch.Tensor) else found
-        if isinstance(found, Mapping) and found:
-            return Batch((), dict(found), target)
-        if found is not None and not isinstance(found, Mapping):
-            return Batch(_as_tuple(found), {}, target)
+        if found is not None and not (isinstance(found, Mapping) and not found):
+            return arguments_of(found, target)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
-            return Batch((torch.empty(rows, module.in_features, dtype=module.weight.dtype, device=device),), {}, target)
+            return Batch((torch.zeros(rows, module.in_features, dtype=module.weight.dtype, device=device),), {}, target)
         if isinstance(module, torch.nn.Embedding):
             tokens = torch.zeros(rows, DEFAULT_TOKENS, dtype=torch.int64, device=device)
             return Batch((tokens,), {}, target)
         if isinstance(module, torch.nn.Conv2d):
-            image = torch.empty(rows, module.in_channels, DEFAULT_IMAGE, DEFAULT_IMAGE, dtype=module.weight.dtype, device=device)
+            image = torch.zeros(rows, module.in_channels, DEFAULT_IMAGE, DEFAULT_IMAGE, dtype=module.weight.dtype, device=device)
             return Batch((image,), {}, target)
     raise BadInput(
         "cannot tell what the model takes: pass example_inputs=(tensor, ...) and example_kwargs={...}, one global batch"
@@ -82,8 +91,6 @@ def rows_of(batch: Batch) -> int | None:
 def resized(batch: Batch, rows: int) -> Batch:
     """``batch`` with ``rows`` rows: rows are repeated or dropped in every tensor whose dim 0 is the batch."""
     present = rows_of(batch)
-    if rows < 1:
-        raise BadInput(f"global_batch is {rows}; it must be at least 1")
     if present is None or present == rows:
         return batch
 
@@ -108,16 +115,102 @@ def cast(batch: Batch, dtype: torch.dtype) -> Batch:
     return Batch(args, kwargs, target)
 
 
+def on_device_of(model: torch.nn.Module, batch: Batch) -> Batch:
+    """Stand-ins for the tensors of ``batch`` where the model's parameters are, so that the two can be traced together."""
+    devices = {p.device for p in model.parameters()}
+    if len(devices) != 1:
+        return batch
+    (device,) = devices
+
+    def stand_in(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.device == device:
+            return value
+        return torch.empty(value.shape, dtype=value.dtype, device=device)
+
+    args, kwargs, target = pytree.tree_map(stand_in, (batch.args, dict(batch.kwargs), batch.target))
+    return Batch(args, kwargs, target)
+
+
+def takes_target(loss_fn: Callable[..., Any]) -> bool:
+    """Whether ``loss_fn`` is called with a target: False only for a function of one argument."""
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class BatchForm:
+    """``entries``: key path in (args, kwargs, target) -> '' for a tensor, else the value the trace has fixed, as text."""
+
+    entries: Mapping[str, str]
+
+    @staticmethod
+    def of(batch: Batch) -> BatchForm:
+        return BatchForm({path: _text(value) for path, value in _leaves(batch)})
+
+    @property
+    def has_target(self) -> bool:
+        return self.entries.get("[2]") != "None"
+
+    def tensors(self, batch: Batch, inputs: Iterable[InputSpec]) -> dict[str, torch.Tensor]:
+        """The program's inputs by name. Floating-point tensors are cast to the plan's dtypes.
+
+        Raises BadInput when ``batch`` holds more or less than the example did, or another value where that is no tensor.
+        """
+        found = dict(_leaves(batch))
+        for path, expected in self.entries.items():
+            if path not in found:
+                raise BadInput(f"the batch lacks {spoken(path)}; pass batches of the same form as the example")
+            text = _text(found[path])
+            if text == expected:
+                continue
+            if path == "[2]" and expected == "None":
+                raise BadInput("the batch has a target, but the plan was made without loss_fn; leave it out, or plan with one")
+            if not expected:
+                raise BadInput(f"{spoken(path)} must be a tensor, as in the example, not {text}")
+            raise BadInput(
+                f"{spoken(path)} is {text or 'a tensor'}, but was {expected} in the example; what is no tensor is fixed when "
+                "the model is traced. Plan again with an example of the new form"
+            )
+        for path in found:
+            if path not in self.entries:
+                raise BadInput(f"the batch holds {spoken(path)}, which the example did not; plan again with it")
+        tensors = {}
+        for spec in inputs:
+            value, dtype = found[spec.path], getattr(torch, spec.dtype)
+            tensors[spec.name] = value.to(dtype) if value.is_floating_point() and dtype.is_floating_point else value
+        return tensors
+
+
+def _leaves(batch: Batch) -> list[tuple[str, Any]]:
+    arguments = (batch.args, dict(batch.kwargs), batch.target)
+    return [(pytree.keystr(path), value) for path, value in pytree.tree_flatten_with_path(arguments)[0]]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return ""
+    plain = value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device)
+    return repr(value) if plain else f"a {type(value).__qualname__}"
+
+
 def guess_target(model: torch.nn.Module, batch: Batch, loss_fn: Callable[..., Any]) -> torch.Tensor:
     """A tensor of the shape and dtype ``loss_fn(output, target)`` takes, found by trying, without arithmetic.
 
-    Losses over classes (cross_entropy, nll_loss) take class indices; others a tensor like the output.
-    Raises BadInput asking for example_target when nothing fits.
+    Losses over classes (cross_entropy, nll_loss) take class indices; others a tensor like the output (or, where the model
+    returns several tensors, like one of them). Raises BadInput asking for example_target when nothing fits, TraceError when
+    the model does not run.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.func import functional_call
 
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with quietly(), FakeTensorMode(allow_non_fake_inputs=True):
 
         def fake(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
@@ -129,26 +222,23 @@ def guess_target(model: torch.nn.Module, batch: Batch, loss_fn: Callable[..., An
         try:
             output = functional_call(model, tensors, args, kwargs)
         except Exception as error:
-            raise BadInput(f"the model does not run on the example inputs: {error}") from error
-        if not isinstance(output, torch.Tensor):
-            raise BadInput("the model returns more than one tensor: pass example_target=, one global batch of loss_fn's target")
-        for shape, dtype in _candidates(output, _is_class_loss(loss_fn, output)):
-            try:
-                loss = loss_fn(output, torch.empty(shape, dtype=dtype, device=output.device))
-            except Exception:
-                continue
-            if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-                device = next((p.device for p in model.parameters()), torch.device("cpu"))
-                del mode
-                return torch.empty(shape, dtype=dtype, device=device) if device.type == "meta" else _real(shape, dtype)
+            raise trace_failure(error) from error
+        for like in [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)][:MOST_OUTPUTS]:
+            for shape, dtype in _candidates(like, _is_class_loss(loss_fn, output, like)):
+                try:
+                    loss = loss_fn(output, torch.empty(shape, dtype=dtype, device=like.device))
+                except Exception:
+                    continue
+                if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+                    return _real(shape, dtype, like.device)
     raise BadInput("cannot tell what target loss_fn takes: pass example_target=, one global batch of it")
 
 
-def _real(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _real(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():
-        return torch.zeros(shape, dtype=dtype)
+        return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _candidates(output: torch.Tensor, classes: bool) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
@@ -163,7 +253,7 @@ def _candidates(output: torch.Tensor, classes: bool) -> Iterator[tuple[tuple[int
     yield shape[:1], torch.int64
 
 
-def _is_class_loss(loss_fn: Callable[..., Any], output: torch.Tensor) -> bool:
+def _is_class_loss(loss_fn: Callable[..., Any], output: Any, like: torch.Tensor) -> bool:
     """Whether ``loss_fn`` calls a loss over class indices: seen by running it with a target like the output, and without."""
     from torch.overrides import TorchFunctionMode
 
@@ -174,8 +264,7 @@ def _is_class_loss(loss_fn: Callable[..., Any], output: torch.Tensor) -> bool:
             called.append(getattr(function, "__name__", ""))
             return function(*args, **(kwargs or {}))
 
-    shape = tuple(output.shape)
-    for target in (torch.empty(shape[:-1], dtype=torch.int64, device=output.device), torch.empty_like(output)):
+    for target in (torch.empty(like.shape[:-1], dtype=torch.int64, device=like.device), torch.empty_like(like)):
         try:
             with Watch():
                 loss_fn(output, target)

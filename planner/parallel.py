@@ -14,15 +14,18 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch.utils import _pytree as pytree
 
 from planner.errors import BadInput
+from planner.inputs import BatchForm, arguments_of
 from planner.ir.plan import Plan
 from planner.ir.program import Program
 from planner.trace import Batch, tensors_by_target
+from runtime.batch import check_batch
+from runtime.checkpoint import check_checkpoint
 from runtime.launch import LocalRanks
 from runtime.optimizer import describe_optimizer
 from runtime.worker import Rank
+from runtime.world import share_tensors
 
 OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 Named = dict[str, torch.Tensor | None]
@@ -43,7 +46,7 @@ class Parallel:
         model: torch.nn.Module,
         plan: Plan,
         program: Program,
-        has_target: bool,
+        form: BatchForm,
         *,
         start: Callable[[], LocalRanks] | None = None,
         rank: Rank | None = None,
@@ -51,11 +54,12 @@ class Parallel:
         self.plan = plan
         self.program = program
         self._model = model
-        self._has_target = has_target
+        self._form = form
         self._start = start
         self._ranks: LocalRanks | None = None
         self._rank = rank
         self._loaded = False
+        self._closed = False
         self._has_optimizer = False
         self._step = 0
 
@@ -142,18 +146,36 @@ class Parallel:
         return [max(per_step) for per_step in zip(*times, strict=True)][1:]
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """This rank's shares of the parameters, for an optimizer of the user's own. Only under torchrun."""
+        """This rank's shares of the trainable parameters, for an optimizer of the user's own. Only under torchrun."""
         if self._rank is None:
             raise BadInput("parameters live in the ranks' processes; start the script with torchrun to hold them, or use train()")
         self._ready()
-        yield from self._rank.module.parameters()
+        return iter([p for p in self._rank.module.parameters() if p.requires_grad])
 
     def save(self, path: str | Path) -> None:
-        """Write a checkpoint folder (weights, buffers, optimizer state) that any other plan can load."""
+        """Write a checkpoint folder (weights, buffers, optimizer state) that any other plan can load.
+
+        Raises BadInput when a folder cannot be made there.
+        """
+        path = Path(path).absolute()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent):
+                pass
+        except OSError as error:
+            raise BadInput(f"cannot write a checkpoint at {path}: {error.strerror}. Choose another path") from None
+        if path.exists() and not path.is_dir():
+            raise BadInput(f"{path} is a file; a checkpoint is a folder. Choose another path")
         self._call("save", path=str(path))
 
     def load(self, path: str | Path) -> None:
-        """Read a checkpoint written by ``save``, of this or another plan of the model."""
+        """Read a checkpoint written by ``save``, of this or another plan of the model.
+
+        The optimizer's memory is read too where an optimizer was set before. Raises BadInput when ``path`` holds no
+        checkpoint of this model.
+        """
+        path = Path(path).absolute()
+        check_checkpoint(path, self.program)
         self._call("load_checkpoint", path=str(path))
 
     def peak_memory_bytes(self) -> list[int]:
@@ -185,6 +207,8 @@ class Parallel:
 
     def close(self) -> None:
         """Stop the local ranks; does nothing under torchrun or when none run."""
+        if self._rank is None:
+            self._closed = True
         if self._ranks is not None:
             self._ranks.close()
 
@@ -208,11 +232,13 @@ class Parallel:
 
     def _ready(self) -> None:
         """Start the ranks and give each its weights, once."""
+        if self._closed:
+            raise BadInput("the ranks have been stopped, with what they had trained; use the plan inside its with block")
         if self._loaded:
             return
         state = self._initial_state()
         if self._rank is not None:
-            self._rank.load(self.program, state)
+            self._rank.load(self.program, share_tensors(state))
         else:
             assert self._start is not None
             self._ranks = self._start()
@@ -225,13 +251,18 @@ class Parallel:
     def _initial_state(self) -> dict[str, torch.Tensor]:
         specs = {spec.target: spec for stage in self.program.stages for spec in stage.states}
         tensors = tensors_by_target(self._model, specs)
-        missing = [name for name, tensor in tensors.items() if tensor.device.type == "meta"]
-        if missing:
-            raise BadInput(
-                f"parameter {missing[0]!r} is on meta and has no values, so the plan can be looked at but not run; "
-                "build the model with weights"
-            )
-        return {name: t.detach().to(getattr(torch, specs[name].dtype)) for name, t in tensors.items()}
+        for name, tensor in tensors.items():
+            if tensor.device.type == "meta":
+                raise BadInput(
+                    f"parameter {name!r} is on meta and has no values, so the plan can be looked at but not run; "
+                    "build the model with weights"
+                )
+            if tuple(tensor.shape) != specs[name].shape:
+                raise BadInput(
+                    f"{name} has shape {list(tensor.shape)} here and {list(specs[name].shape)} in the plan; "
+                    "build the same model on every rank"
+                )
+        return {name: t.detach().to("cpu", getattr(torch, specs[name].dtype)) for name, t in tensors.items()}
 
     def _parameter_names(self) -> set[str]:
         return {spec.target for stage in self.program.stages for spec in stage.states if not spec.is_buffer}
@@ -248,40 +279,17 @@ class Parallel:
     # --- batches ------------------------------------------------------------------------------------------------------
 
     def _as_batch(self, batch: Any) -> Batch:
-        if isinstance(batch, Batch):
-            return batch
-        target = None
-        if self._has_target:
-            if not isinstance(batch, tuple | list) or len(batch) < 2:
-                raise BadInput("each batch must be an (inputs, target) pair, because the plan has a loss_fn")
-            inputs, target = (batch[0], batch[1]) if len(batch) == 2 else (tuple(batch[:-1]), batch[-1])
-        else:
-            inputs = batch
-        if isinstance(inputs, Mapping):
-            return Batch((), dict(inputs), target)
-        return Batch(tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}, target)
+        if isinstance(batch, Batch) or not self._form.has_target:
+            return batch if isinstance(batch, Batch) else arguments_of(batch)
+        if not isinstance(batch, tuple | list) or len(batch) < 2:
+            raise BadInput("each batch must be an (inputs, target) pair, because the plan has a loss_fn")
+        return arguments_of(batch[0] if len(batch) == 2 else tuple(batch[:-1]), batch[-1])
 
     def _tensors(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """The program's inputs, by name, from what the user passed."""
-        arguments = (batch.args, dict(batch.kwargs), batch.target)
-        by_path = {pytree.keystr(path): value for path, value in pytree.tree_flatten_with_path(arguments)[0]}
-        tensors = {}
-        for spec in self.program.inputs:
-            value = by_path.get(spec.path)
-            if not isinstance(value, torch.Tensor):
-                raise BadInput(f"the batch lacks {_spoken(spec.path)}; pass batches of the same form as the example")
-            dtype = getattr(torch, spec.dtype)
-            if value.is_floating_point() and dtype.is_floating_point:
-                value = value.to(dtype)
-            tensors[spec.name] = value
+        """The program's inputs, by name, from what the user passed; refused here, they leave the ranks as they were."""
+        tensors = self._form.tensors(batch, self.program.inputs)
+        check_batch(self.program, tensors)
         return tensors
-
-
-def _spoken(path: str) -> str:
-    """'[0][1]' -> 'positional input 1', '[1]["labels"]' -> "['labels']", '[2]' -> 'the target'."""
-    if path.startswith("[2]"):
-        return "the target" + path[3:]
-    return f"input {path[3:]}" if path.startswith("[1]") else f"positional input {path[3:].strip('[]')}"
 
 
 def _repeated(batches: Iterable[Any], steps: int | None) -> Iterator[Any]:
@@ -294,6 +302,8 @@ def _repeated(batches: Iterable[Any], steps: int | None) -> Iterator[Any]:
                 return
             count += 1
             yield batch
+        if not count:
+            raise BadInput("batches is empty; there is nothing to train on")
         if steps is None or count == before or isinstance(batches, Iterator):
             return
 

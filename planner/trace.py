@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from planner.errors import BadInput, TraceError
 from planner.ir.graph import Argument, Graph, Leaf, Node, Ref, Symbol, Value
 from planner.normalise import normalise
+from planner.trace_failure import ModelRaised, quietly, refuse_unknown_shapes, trace_failure
 
 SKIPPED_OPS = {"aten._assert_tensor_metadata.default", "aten._assert_scalar.default"}
 # A functional graph needs no copies: ``clone`` only fixed strides, and views are emitted as reshapes.
@@ -58,11 +59,16 @@ class _Step(torch.nn.Module):
         self.loss_fn = loss_fn
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> torch.Tensor:
-        output = self.model(*args, **kwargs)
-        if self.loss_fn is not None:
-            loss = self.loss_fn(output) if target is None else self.loss_fn(output, target)
-        else:
-            loss = find_loss(output)
+        try:
+            output = self.model(*args, **kwargs)
+            if self.loss_fn is not None:
+                loss = self.loss_fn(output) if target is None else self.loss_fn(output, target)
+            else:
+                loss = find_loss(output)
+        except BadInput:
+            raise
+        except Exception as error:  # under a name of ours: torch prints the graph so far for some of its own
+            raise ModelRaised from error
         if not isinstance(loss, torch.Tensor):
             raise BadInput(f"the loss is a {type(loss).__name__}; it must be a tensor with one element")
         if loss.numel() != 1:
@@ -127,18 +133,16 @@ def _refuse_hooks(model: torch.nn.Module) -> None:
 
 def _export(step: _Step, arguments: tuple[Any, ...]) -> torch.export.ExportedProgram:
     try:
-        exported = torch.export.export(step, arguments, strict=False)
-        _detach_no_grad_regions(exported)
-        return exported if _is_functional(exported.graph) else exported.run_decompositions({})
-    except BadInput:
+        with quietly():
+            exported = torch.export.export(step, arguments, strict=False)
+            refuse_unknown_shapes(exported.graph)
+            _detach_no_grad_regions(exported)
+            return exported if _is_functional(exported.graph) else exported.run_decompositions({})
+    except (BadInput, TraceError):
         raise
     except Exception as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise TraceError(
-            f"the model cannot be traced: {type(error).__name__}: {first}\n"
-            "torch.export follows the model with example_inputs and needs control flow that does not depend on the "
-            "values of tensors; the error above names the place."
-        ) from error
+        cause = error.__cause__ if isinstance(error, ModelRaised) and error.__cause__ is not None else error
+        raise trace_failure(cause) from cause
 
 
 def _is_functional(graph: torch.fx.Graph) -> bool:
@@ -322,11 +326,11 @@ class _Reader:
         results: Any = fx_node.meta["val"]
         base = op.split(".")[1] if "." in op else op
         if base in CASTS or op == "aten.dropout.default":
-            source = self.values[args[0].name]
+            original = self.values[args[0].name]
             result = _value(fx_node.name, results, False)
             dropped = op == "aten.dropout.default" and (args[1] == 0 or not args[2])
-            if dropped or (base in CASTS and result.dtype == source.dtype):
-                self.names[fx_node.name] = source.name
+            if dropped or (base in CASTS and result.dtype == original.dtype):
+                self.names[fx_node.name] = original.name
                 return
             if base in CASTS:
                 op, args, kwargs = "aten._to_copy.default", args[:1], (("dtype", Symbol(f"torch.{result.dtype}")),)

@@ -41,7 +41,7 @@ def micro_batches(
         rows, rest = divmod(whole.shape[0], dp.size * program.micro_batches)
         if rest:
             raise BadInput(
-                f"input {spec.path} has {whole.shape[0]} rows, which {dp.size} data-parallel shards of "
+                f"{spec.label} has {whole.shape[0]} rows, which {dp.size} data-parallel shards of "
                 f"{program.micro_batches} micro-batches cannot share evenly. Use a batch divisible by their product."
             )
         first = dp.index * rows * program.micro_batches
@@ -60,13 +60,13 @@ def check_batch(program: Program, batch: Mapping[str, torch.Tensor]) -> None:
 def _checked(spec: InputSpec, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     if spec.name not in batch:
         raise BadInput(
-            f"the batch has no {spec.path} (input {spec.name}). Pass inputs of the same form as the example."
+            f"the batch lacks {spec.label} ({spec.name}). Pass inputs of the same form as the example."
         )
     tensor = batch[spec.name]
     dtype = getattr(torch, spec.dtype)
     if tuple(tensor.shape) != spec.shape or tensor.dtype != dtype:
         raise BadInput(
-            f"input {spec.path} is {tensor.dtype} {list(tensor.shape)}; the plan is for {dtype} {list(spec.shape)}. "
+            f"{spec.label} is {tensor.dtype} {list(tensor.shape)}; the plan is for {dtype} {list(spec.shape)}. "
             "Pass batches of that shape, or plan again with an example of the new one."
         )
     return tensor.detach()

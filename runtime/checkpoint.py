@@ -10,10 +10,12 @@ renamed, so an interrupted save leaves the old one.
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from planner.errors import BadInput
-from planner.ir.program import StateSpec
+from planner.ir.program import Program, StateSpec
 from runtime.collectives import Axis
 from runtime.optimizer import StageOptimizer
 from runtime.stage_module import Held
@@ -84,6 +86,28 @@ def save_checkpoint(
     _barrier()
 
 
+def check_checkpoint(path: str | Path, program: Program) -> None:
+    """Raises BadInput when ``path`` is no complete checkpoint of the model of ``program``. Not collective."""
+    stored = _stored(path)
+    for spec in (spec for stage in program.stages for spec in stage.states):
+        _check_stored(path, stored, spec)
+
+
+def _stored(path: str | Path) -> Mapping[str, Any]:
+    try:
+        return dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise BadInput(f"{path} is not a complete checkpoint: {error}. Choose a folder that save() wrote.") from None
+
+
+def _check_stored(path: str | Path, stored: Mapping[str, Any], spec: StateSpec) -> None:
+    described = stored.get(spec.target)
+    if described is None:
+        raise BadInput(f"the checkpoint {path} holds no {spec.target}: it is of another model.")
+    if not isinstance(described, TensorStorageMetadata) or tuple(described.size) != spec.shape:
+        raise BadInput(f"{spec.target} in the checkpoint {path} has another shape than in the plan: it is of another model.")
+
+
 def load_checkpoint(
     path: str | Path, held: tuple[Held, ...], optimizer: StageOptimizer | None, axes: Mapping[str, Axis]
 ) -> None:
@@ -91,15 +115,10 @@ def load_checkpoint(
 
     Raises BadInput when ``path`` is no checkpoint, or one of another model.
     """
-    reader = dcp.FileSystemReader(path)
-    try:
-        stored = reader.read_metadata().state_dict_metadata
-    except (OSError, RuntimeError) as error:
-        raise BadInput(f"{path} is not a complete checkpoint: {error}. Choose a folder that save() wrote.") from None
+    stored = _stored(path)
     wanted: list[tuple[str, Held, str | None]] = []
     for h in held:
-        if h.spec.target not in stored:
-            raise BadInput(f"the checkpoint {path} holds no {h.spec.target}: it is of another model.")
+        _check_stored(path, stored, h.spec)
         wanted.append((h.spec.target, h, None))
         if optimizer is not None and id(h.tensor) in optimizer.names:
             ending = f".{h.spec.target}"
@@ -109,7 +128,7 @@ def load_checkpoint(
                     wanted.append((key, h, state))
     entries: list[tuple[str, str, torch.Tensor]] = []
     for portion in _portions(wanted, stored):
-        wholes = {key: torch.empty(stored[key].size, dtype=stored[key].properties.dtype) for key, _, _ in portion}  # type: ignore[union-attr]
+        wholes = {key: torch.empty(stored[key].size, dtype=stored[key].properties.dtype) for key, _, _ in portion}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(wholes, storage_reader=dcp.FileSystemReader(path), no_dist=True)

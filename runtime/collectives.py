@@ -27,6 +27,10 @@ import torch.distributed as dist
 from planner.ir.layout import Pair, Placement, R, conversion
 from planner.ir.layout import move as primitive
 
+# Their names since torch 2.13, and before.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -146,14 +150,14 @@ def _join(parts: torch.Tensor, placement: Placement) -> torch.Tensor:
 def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """[k, *x.shape]: every rank's ``x``, stacked. No autograd."""
     gathered = x.new_empty((axis.size, *x.shape))
-    dist.all_gather_into_tensor(gathered.view(-1), x.contiguous().view(-1), group=axis.group)
+    _all_gather(gathered.view(-1), x.contiguous().view(-1), group=axis.group)
     return gathered
 
 
 def _reduce_scatter(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum over ranks of the part meant for this one, of shape [*local]."""
     mine = parts.new_empty(parts.shape[1:])
-    dist.reduce_scatter_tensor(mine.view(-1), parts.view(-1), group=axis.group)
+    _reduce_scatter_sum(mine.view(-1), parts.view(-1), group=axis.group)
     return mine
 
 

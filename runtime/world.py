@@ -1,4 +1,4 @@
-"""The process group of a job that torchrun started, and handing all its ranks the same bytes."""
+"""The process group of a job that torchrun started, and handing all its ranks the same bytes and tensors."""
 
 from __future__ import annotations
 
@@ -53,6 +53,12 @@ def init_world(world: World, device: str = "auto", timeout_s: float = 60.0) -> t
     if device not in ("auto", "cpu", "cuda"):
         raise BadInput(f"device {device!r} is unknown; use 'auto', 'cpu' or 'cuda'")
     available = torch.cuda.device_count() if device != "cpu" else 0
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    if device == "auto" and 0 < available < beside:
+        raise BadInput(
+            f"{beside} ranks were started on this machine and it has {available} GPUs; start at most {available}, or hide "
+            "the GPUs (CUDA_VISIBLE_DEVICES='') to run on CPU processes"
+        )
     if device == "cuda" and available <= world.local_rank:
         raise BadInput(
             f"local rank {world.local_rank} has no GPU: this machine has {available}; start fewer ranks on it"
@@ -99,6 +105,27 @@ def share_bytes(data: bytes | None, timeout_s: float = 3600.0) -> bytes:
         if content.numel():
             dist.broadcast(content, src=0, group=group)
         return content.numpy().tobytes()
+    finally:
+        dist.destroy_process_group(group)
+
+
+def share_tensors(tensors: Mapping[str, torch.Tensor], timeout_s: float = 3600.0) -> dict[str, torch.Tensor]:
+    """Rank 0's ``tensors`` on every rank; each passes tensors of those names, shapes and dtypes, on the CPU.
+
+    Without a process group: ``tensors``. So ranks that built their model with other random numbers start alike.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return dict(tensors)
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    try:
+        shared = {}
+        for name in sorted(tensors):
+            own = tensors[name]
+            shared[name] = own if dist.get_rank() == 0 else torch.empty_like(own, memory_format=torch.contiguous_format)
+            content = shared[name].contiguous().view(-1).view(torch.uint8)
+            if content.numel():
+                dist.broadcast(content, src=0, group=group)
+        return shared
     finally:
         dist.destroy_process_group(group)
 

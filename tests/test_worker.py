@@ -250,11 +250,11 @@ def test_wrong_input_is_named() -> None:
     rank.load(hand_program(Mesh()), state)
     with pytest.raises(BadInput, match="no optimizer is set"):
         rank.step()
-    with pytest.raises(BadInput, match=r"has no \[0\]\[1\]"):
+    with pytest.raises(BadInput, match="lacks positional input 1"):
         rank.forward_backward({"ids": batch()["ids"]})
     with pytest.raises(BadInput, match=r"torch.int64 \[4, 3\]; the plan is for torch.int64 \[8, 3\]"):
         rank.forward_backward({name: x[:4] for name, x in batch().items()})
-    with pytest.raises(BadInput, match=r"\[0\]\[0\] is torch.int32"):
+    with pytest.raises(BadInput, match="positional input 0 is torch.int32"):
         check_batch(rank.program, {name: x.int() for name, x in batch().items()})
     check_batch(rank.program, batch())
     with pytest.raises(BadInput, match="hold no blocks.1.scale"):

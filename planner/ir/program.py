@@ -130,7 +130,7 @@ class StageProgram:
 class InputSpec:
     """A tensor of the user's batch.
 
-    ``path``: where it sits in (args, kwargs), as a key path text: '[0][0]' or '[1]["labels"]'.
+    ``path``: where it sits in (args, kwargs, target), as a key path text: '[0][0]', '[1]["labels"]' or '[2]'.
     """
 
     name: str
@@ -138,6 +138,18 @@ class InputSpec:
     shape: tuple[int, ...]  # global
     dtype: str
     batched: bool  # dim 0 is cut over dp, then over micro-batches
+
+    @property
+    def label(self) -> str:
+        return spoken(self.path)
+
+
+def spoken(path: str) -> str:
+    """A key path as a person says it: 'positional input 1', "input 'labels'", 'the target'."""
+    if path.startswith("[2]"):
+        return "the target" + path[3:]
+    place, _, rest = path[3:].strip("[").partition("]")
+    return f"{'input' if path.startswith('[1]') else 'positional input'} {place}{rest}"
 
 
 @dataclass(frozen=True)
