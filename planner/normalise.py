@@ -5,7 +5,8 @@
     count_from_front   x[-4:] -> x[4:8]: a share of x has another end
     added_constants    loss + 1 -> loss + a tensor: a partial sum takes it on one device only
     plain_copies       copy(x, y), left by y written into a part of x -> y in the shape and dtype of x; x.expand_as(y) and
-                       x.type_as(y) likewise: a tensor that only lends its shape or dtype is not read
+                       x.type_as(y) likewise, x.new_zeros(size) -> full: a tensor that only lends its shape or dtype is
+                       not read
     plain_batch_norm   forms of BatchNorm that write no statistics -> aten.batch_norm with its one result
     share_equal        a gradient-free tensor made twice in the same way -> once
 
@@ -209,8 +210,7 @@ def _with_constant(node: Node, graph: Graph, taken: set[str]) -> tuple[Node, ...
         return ()
     dtype = node.output.dtype
     number = Value(_fresh(f"{node.name}_constant", taken), (), dtype)
-    options = (("dtype", Symbol(f"torch.{dtype}")), ("device", Symbol("device")))
-    made = Node("aten.full.default", ((), node.args[1]), (number,), options, node.module)
+    made = _filled(number, (), node.args[1], node.module)
     tensor, constant = node.args[0], Ref(number.name)
     if node.op in forward:
         return made, replace(node, args=(tensor, constant))
@@ -220,13 +220,26 @@ def _with_constant(node: Node, graph: Graph, taken: set[str]) -> tuple[Node, ...
 def plain_copies(graph: Graph) -> Graph:
     """``copy(x, y)`` reads nothing of x but its shape and dtype, and has no derivative in torch.
 
-    ``expand_as(x, y)`` reads of y only the shape, ``type_as(x, y)`` only the dtype.
+    ``expand_as(x, y)`` reads of y only the shape, ``type_as(x, y)`` and ``new_full(y, size, value)`` only the dtype.
     """
     nodes: list[Node] = []
     taken = set(graph.values)
     for node in graph.nodes:
-        nodes.extend(_copied(node, graph, taken) if node.op in LENDING else (node,))
+        if node.op in LENDING:
+            nodes.extend(_copied(node, graph, taken))
+        elif node.op in FILLING:
+            nodes.append(_filled(node.output, node.args[1], (*node.args, FILLING[node.op])[2], node.module))
+        else:
+            nodes.append(node)
     return replace(graph, nodes=tuple(nodes))
+
+
+FILLING = {"aten.new_zeros.default": 0, "aten.new_ones.default": 1, "aten.new_full.default": 0}
+
+
+def _filled(value: Value, size: Argument, number: Argument, module: str) -> Node:
+    options = (("dtype", Symbol(f"torch.{value.dtype}")), ("device", Symbol("device")))
+    return Node("aten.full.default", (size, number), (replace(value, differentiable=False),), options, module)
 
 
 # Which operand is copied; the other lends its shape or dtype.

@@ -5,12 +5,14 @@
     node_classes(graph)      -> for each node (kind, position): nodes of one class share their strategy
 
 The *main* part of a graph is what depends on weights. The rest (masks, positions, rotary tables: made from inputs and
-constants alone) has segment -1 and is made again in every stage that reads it; left in the chain, it would hide every cut.
+constants alone) has segment -1 and is made again in every stage that reads it; left in the chain, it would hide every
+cut.
 
-A cut is a dominator of the loss in the main part: every path from the start to the loss passes through it, so one tensor
-separates before from after (Cooper, Harvey, Kennedy: A Simple, Fast Dominance Algorithm; networkx.immediate_dominators).
-Cuts inside an element of a module list are dropped (a transformer layer is one segment), as are those that leave a segment
-without weights.
+A cut is a dominator of the loss in the main part: every path from the inputs to the loss passes through it, so one
+tensor separates before from after (Cooper, Harvey, Kennedy: A Simple, Fast Dominance Algorithm;
+networkx.immediate_dominators). What is made from weights alone (1 + weight in a norm) is on no such path: it is made in
+the first segment that reads it. Cuts inside an element of a module list are dropped (a transformer layer is one
+segment), as are those that leave a segment without weights.
 """
 
 from __future__ import annotations
@@ -51,16 +53,18 @@ def cut_into_segments(graph: Graph) -> Graph:
 
 def _cuts(graph: Graph, main: frozenset[str]) -> list[str]:
     """Names of the nodes after which the chain is cut, in order; the last is the loss's."""
+    loss = graph.producers[graph.loss].name
+    fed = main & _fed(graph)
+    path = fed if loss in fed else main
     dag = nx.DiGraph()
     for node in graph.nodes:
-        if node.name not in main:
+        if node.name not in path:
             continue
-        sources = {graph.producers[x].name for x in node.operands if x in graph.producers} & main
+        sources = {graph.producers[x].name for x in node.operands if x in graph.producers} & path
         dag.add_node(node.name)
         if not sources:
             dag.add_edge("", node.name)
         dag.add_edges_from((source, node.name) for source in sources)
-    loss = graph.producers[graph.loss].name
     dominators = nx.immediate_dominators(dag, "")
     chain = [loss]
     while dominators.get(chain[-1]) not in (None, ""):
@@ -68,6 +72,17 @@ def _cuts(graph: Graph, main: frozenset[str]) -> list[str]:
     chain.reverse()
     by_name = {node.name: node for node in graph.nodes}
     return _merge(graph, main, [n for n in chain if n == loss or _separates(by_name[n], graph, main)])
+
+
+def _fed(graph: Graph) -> set[str]:
+    """Names of the nodes that depend on an input of the model."""
+    reached = {leaf.name for leaf in graph.leaves if leaf.kind == "input"}
+    found = set()
+    for node in graph.nodes:
+        if any(name in reached for name in node.operands):
+            found.add(node.name)
+            reached.update(value.name for value in node.outputs)
+    return found
 
 
 def _separates(node: Node, graph: Graph, main: frozenset[str]) -> bool:
