@@ -192,6 +192,9 @@ def run(
         raise BadInput("give --gpus N, or --plan with a plan made before")
     with _progress() as progress:
         progress("loading the model")
+        import torch
+
+        torch.manual_seed(options["seed"])  # of the model's first weights
         loaded = _load_model(model, options["global_batch"], sequence_length, options["precision"], built=True)
         from planner.api import auto_parallelize
 
