@@ -95,12 +95,22 @@ def main(gpus: int, steps: int, strategy: str, skip_measure: bool) -> None:
         f"{len(validation):,} to validate), {BATCH} excerpts of {length} characters a step."
     )
 
-    with planner.auto_parallelize(
-        model, gpus=gpus, example_inputs=(tokens,), example_target=targets, loss_fn=loss_fn, strategy=strategy
-    ) as parallel:
+    with console.status("planning") as status:
+
+        def progress(message: str, done: float | None = None, total: float | None = None) -> None:
+            status.update(message)
+
+        parallel = planner.auto_parallelize(
+            model,
+            gpus=gpus,
+            example_inputs=(tokens,),
+            example_target=targets,
+            loss_fn=loss_fn,
+            strategy=strategy,
+            progress=progress,
+        )
         console.rule("The plan")
         console.print(parallel)
-
         console.rule("Compared with strategies picked by hand")
         rows = planner.compare(
             model,
@@ -110,9 +120,11 @@ def main(gpus: int, steps: int, strategy: str, skip_measure: bool) -> None:
             loss_fn=loss_fn,
             strategies=HAND_PICKED,
             measure=not skip_measure,
+            progress=progress,
         )
-        console.print(comparison_report(rows))
+    console.print(comparison_report(rows))
 
+    with parallel:
         console.rule(f"Training, {steps} steps")
         start = time.perf_counter()
         losses = parallel.train(data, optimizer=adamw, steps=steps)
@@ -128,8 +140,8 @@ def main(gpus: int, steps: int, strategy: str, skip_measure: bool) -> None:
     largest = (torch.tensor(losses, dtype=torch.float64) - torch.tensor(single, dtype=torch.float64)).abs().max().item()
     console.print(f"Largest difference over {steps} steps: {largest:.1e} (allowed: {TOLERANCE:.0e})")
     console.print(
-        f"Validation loss: {validation_loss(trained, validation, length):.6f} after training on {gpus} ranks, "
-        f"{validation_loss(reference, validation, length):.6f} after training on one device"
+        f"Validation loss: {validation_loss(trained, validation, length):.6f} on {gpus} ranks, "
+        f"{validation_loss(reference, validation, length):.6f} on one device"
     )
     console.print(f"Time: {parallel_s:.1f} s on {gpus} ranks, {single_s:.1f} s on one device, on this machine")
     if not largest <= TOLERANCE:

@@ -6,13 +6,14 @@ this process is one of them, and every method that talks to ranks must be called
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from planner.errors import BadInput
@@ -29,6 +30,8 @@ from runtime.world import share_tensors
 
 OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 Named = dict[str, torch.Tensor | None]
+# Columns of the plan as text.
+NARROWEST, WIDTH = 60, 100
 
 
 def default_optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -191,7 +194,13 @@ class Parallel:
     def __str__(self) -> str:
         from planner.report import plan_text
 
-        return plan_text(self.plan)
+        columns = shutil.get_terminal_size((WIDTH, 24)).columns
+        return plan_text(self.plan, max(NARROWEST, min(columns, WIDTH)))
+
+    def __rich__(self) -> RenderableType:
+        from planner.report import plan_report
+
+        return plan_report(self.plan)
 
     def __repr__(self) -> str:
         from planner.report import summary
