@@ -36,6 +36,13 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **op
 def contractions() -> dict[str, Case]:
     x, heads = _r(8, 4, 8), (_r(4, 8, 8, 4), _r(4, 8, 8, 4), _r(4, 8, 8, 4))
     grouped = (_r(4, 8, 8, 4), _r(4, 4, 8, 4), _r(4, 4, 8, 4))
+
+    def lstm(x: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+        return torch.lstm(x, (state, state * 2), (a, b, c, d), True, 1, 0.0, True, False, True)
+
+    def gru(x: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+        return torch.gru(x, state, (a, b, c, d), True, 1, 0.0, True, False, False)
+
     return {
         "linear": Case("linear", "b2 b1 i o", F.linear, (x, _r(16, 8))),
         "linear_bias": Case("linear", "b2 b1 i o", F.linear, (x, _r(16, 8), _r(16))),
@@ -109,6 +116,8 @@ def contractions() -> dict[str, Case]:
         "conv2d_same": Case(
             "conv2d", "n c o", lambda x, w: F.conv2d(x, w, padding="same"), (_r(4, 8, 4, 4), _r(8, 8, 3, 3))
         ),
+        "lstm": Case("lstm", "n", lstm, (_r(8, 3, 4), _r(12, 4), _r(12, 3), _r(12), _r(12), _r(1, 8, 3))),
+        "gru": Case("gru", "n", gru, (_r(3, 8, 4), _r(9, 4), _r(9, 3), _r(9), _r(9), _r(1, 8, 3))),
         "bilinear": Case("bilinear", "", F.bilinear, (_r(8, 4), _r(8, 4), _r(8, 4, 4))),
     }
 
@@ -131,6 +140,7 @@ def reductions() -> dict[str, Case]:
         "var_mean": Case("var_mean", "d0 d1", lambda x: torch.var_mean(x, -1), (x,)),
         "linalg_norm": Case("linalg_norm", "d0 d1", lambda x: torch.linalg.norm(x, dim=-1, keepdim=True), (x,)),
         "argsort": Case("argsort", "d0 d1", lambda x: x.argsort(-1) * x, (x,)),
+        "cosine": Case("cosine_similarity", "d3 d2", lambda x, y: F.cosine_similarity(x, y, -1), (x, _r(4, 8))),
         "std_all": Case("std", "", lambda x: x.std(), (x,)),
         "prod": Case("prod", "d0 d1", lambda x: x.prod(-1), (x,)),
         "norm": Case("linalg_vector_norm", "d0 d1", lambda x: x.norm(dim=-1), (x,)),
@@ -303,7 +313,7 @@ def elementwise() -> dict[str, Case]:
         "ones_like": Case("ones_like", "d2 d1", lambda x: torch.ones_like(x) * 2 * x, (x,)),
         "zeros_like": Case("zeros_like", "d2 d1", lambda x: torch.zeros_like(x) + x, (x,)),
         "full_like": Case("full_like", "d2 d1", lambda x: torch.full_like(x, 2) * x, (x,)),
-        "new_ones": Case("new_ones", "d0 d1", lambda x: x.new_ones((4, 8)) * x, (x,)),
+        "new_ones": Case("full", "d0 d1", lambda x: x.new_ones((4, 8)) * x, (x,)),
         "full": Case("full", "d0 d1", lambda x: torch.full((4, 8), 2.0, dtype=torch.float64) * x, (x,)),
         "glu": Case("glu", "d0", lambda x: F.glu(x, -1), (x,)),
     }
@@ -380,6 +390,17 @@ def views() -> dict[str, Case]:
         ),
         "index_middle": Case("index", "l0 i1 r0", lambda w, i: w[:, i], (_r(8, 16, 4),), (_ids(16, 8),)),
         "index_mask": Case("where", "d2 d1", lambda w, m: torch.where(m, w, 0.0), (_r(8, 4),), (_mask(8, 4),)),
+        "index_rows": Case("gather", "d0 d2", lambda w, i: w[torch.arange(8), i - 4], (x,), (_ids(8, 8),)),
+        "index_some_rows": Case(
+            "gather", "d0 i1 d2", lambda w, i: w[torch.arange(8)[:, None], i], (x,), (_ids(4, 8, 2),)
+        ),
+        "index_columns": Case(
+            "index_select", "d0 i d2", lambda w, i: w[torch.arange(8)[:, None], i], (x,), (_ids(4, 1, 8),)
+        ),
+        "one_hot": Case("one_hot", "d0", lambda w, i: w * F.one_hot(i, 4), (_r(8, 4),), (_ids(4, 8),)),
+        "im2col": Case("im2col", "n c", lambda x: F.unfold(x, 2), (_r(4, 8, 3, 3),)),
+        "col2im": Case("col2im", "n c", lambda x: F.fold(x, (3, 3), 2), (_r(4, 32, 4),)),
+        "expand_as": Case("expand", "d0 d1 d2", lambda x, y: x.expand_as(y) * y, (_r(8, 1), _r(4, 8, 8))),
         "index_select": Case("index_select", "d0 i d2", lambda w, i: w.index_select(1, i), (x,), (_ids(4, 8),)),
         "gather": Case("gather", "d0 i1 d2", lambda w, i: w.gather(1, i), (x,), (_ids(4, 8, 2, 8),)),
         "gather_last": Case("gather", "d0", lambda w, i: w.gather(-1, i), (_r(8, 16),), (_ids(16, 8, 1),)),
