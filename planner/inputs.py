@@ -11,6 +11,7 @@ Only shapes and dtypes matter to planning.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -210,7 +211,8 @@ def guess_target(model: torch.nn.Module, batch: Batch, loss_fn: Callable[..., An
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.func import functional_call
 
-    with quietly(), FakeTensorMode(allow_non_fake_inputs=True):
+    with quietly(), warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
+        warnings.simplefilter("ignore")  # of a loss given targets that do not fit
 
         def fake(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
