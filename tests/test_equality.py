@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from costmodels.hardware import load_cluster
+from planner.inputs import BatchForm
 from planner.ir.plan import Plan
 from planner.ir.verify import verify_plan
 from planner.lower import lower
@@ -64,7 +65,8 @@ def check(here: Setting, strategy: str, dtype: torch.dtype, ranks: int = 4) -> N
     case, truth, tolerance = here.case, here.reference, TOLERANCE[dtype]
     program = lower(here.traced.graph, plan)
     batch = Batch(case.inputs, case.kwargs, case.target)
-    with Parallel(case.model, plan, program, case.target is not None, start=lambda: LocalRanks.start(ranks)) as parallel:
+    form = BatchForm.of(batch)
+    with Parallel(case.model, plan, program, form, start=lambda: LocalRanks.start(ranks)) as parallel:
         loss = parallel.forward_backward(*case.inputs, target=case.target, **case.kwargs)
         assert loss == pytest.approx(truth.loss, rel=tolerance), plan.configuration
         error, tensor = largest_error(parallel.gradients(), truth.gradients)
@@ -73,8 +75,7 @@ def check(here: Setting, strategy: str, dtype: torch.dtype, ranks: int = 4) -> N
             return
         # BatchNorm statistics moved in the first pass too: start again from the initial weights and buffers.
         parallel.close()
-    fresh = Parallel(case.model, plan, program, case.target is not None, start=lambda: LocalRanks.start(ranks))
-    with fresh as parallel:
+    with Parallel(case.model, plan, program, form, start=lambda: LocalRanks.start(ranks)) as parallel:
         losses = parallel.train(
             [batch], lambda parameters: torch.optim.AdamW(parameters, lr=LEARNING_RATE), STEPS, progress=False
         )

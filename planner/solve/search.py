@@ -12,8 +12,8 @@ segments to recompute (stages.py).
     (Evaluator.forced_recomputation_s). For pp = 1 this is m t. In general prefix_j + m t_j <= T for each stage j
     (planner.simulate.lower_bound_s), and then the times t_j sum to no more than T (1 - (1 - 1/m)^pp).
 
-Configurations are taken by their bound. First a cheap one (the work of the whole batch on all devices), then this, then
-the plan itself; the search ends when the smallest bound left is no better than the best plan. A pruned configuration keeps
+Pure data parallelism needs no solver and gives a first plan. The other configurations are taken by their bound: first a
+cheap one (the work of the whole batch on all devices), then this, then the plan itself; the search ends when the smallest bound left is no better than the best plan. A pruned configuration keeps
 the bound that pruned it.
 """
 
@@ -98,9 +98,9 @@ class _Search:
         gpus = self.problem.cluster.gpus
         everything = list(configurations(gpus, self.problem.graph.batch_size, self.evaluator.segments))
         cheap = self._cheap_bound_s()
-        heap = [_Entry(cheap, i, c) for i, c in enumerate(everything)]
-        heapq.heapify(heap)
-        total, interrupted = len(heap), False
+        entries = [_Entry(cheap, i, c) for i, c in enumerate(everything)]
+        heap = self._easy_first(entries)
+        total, interrupted = len(entries), False
         while heap:
             entry = heapq.heappop(heap)
             if entry.bound_s >= self.best_s * (1 - RELATIVE_TOLERANCE):
@@ -122,6 +122,22 @@ class _Search:
             if self.progress is not None:
                 self.progress("searching", total - len(heap), total)
         return self._result()
+
+    def _easy_first(self, entries: list[_Entry]) -> list[_Entry]:
+        """Solve what needs no solver, pure data parallelism, for a first best plan; the heap of all others."""
+        easy, others = [], []
+        for entry in entries:
+            mesh = entry.configuration.mesh
+            refined = self._take(entry) if mesh.pp == mesh.tp == 1 else entry
+            if refined is not None:
+                (easy if refined.refined else others).append(refined)
+        for entry in sorted(easy):
+            if entry.bound_s < self.best_s * (1 - RELATIVE_TOLERANCE) and not self._out_of_time():
+                self._take(entry)
+            else:
+                others.append(entry)
+        heapq.heapify(others)
+        return others
 
     def _out_of_time(self) -> bool:
         return self.deadline is not None and time.monotonic() > self.deadline
