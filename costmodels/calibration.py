@@ -1,11 +1,12 @@
 """The constants of a machine from times measured on it: those with which the cost model's own formulas give the times.
 
+    l                    fit_launch_s  seconds = launches l                                   small operators
     peak of a dtype      fit_device    seconds = launches l + flops / peak                    median over products
     memory rate          fit_device    seconds = launches l + bytes / rate                    of a large sum
     efficiencies         fit_device    the same, relative to the peak and to the rate         attention; mixed operators
     alpha, beta          fit_link      seconds = launches l + a (1 / beta) + b alpha          least squares, relative errors
 
-l is the time of a small operator. Launches, flops, bytes, a and b are what costmodels.compute and costmodels.collectives
+l is the time of one small operator. Launches, flops, bytes, a and b are what costmodels.compute and costmodels.collectives
 give for a device or link whose other constants cost nothing. The squares are weighted by the predicted times, found by
 iteration: weights by the measured ones would favour fits below the measured times.
 """
@@ -58,6 +59,11 @@ class TimedCollective:
     seconds: float
 
 
+def fit_launch_s(small: TimedCalls) -> float:
+    """Seconds of one launch, from operators too small to take time for anything else."""
+    return small.seconds / small.predicted_s(_launching(_free("cpu")))
+
+
 def fit_device(
     name: str,
     kind: str,
@@ -74,12 +80,13 @@ def fit_device(
     compared to the peak of its own dtype, which ``products`` must have. ``memory_bytes`` and ``kernel_launch_s`` are
     taken as they are.
     """
-    free = Device(name, memory_bytes, {"float32": _FREE}, _FREE, 0.0, 1.0, kind, attention_efficiency=1.0)
+    free = _free(kind)
     computing, moving = replace(free, peak_flops_per_s={"float32": 1.0}), replace(free, memory_bytes_per_s=1.0)
-    launching = replace(free, kernel_launch_s=1.0)
 
     def rates(timed: Sequence[TimedCalls], unit: Device) -> list[float]:
-        return [t.predicted_s(unit) / beyond(t.seconds, kernel_launch_s * t.predicted_s(launching)) for t in timed]
+        return [
+            t.predicted_s(unit) / beyond(t.seconds, kernel_launch_s * t.predicted_s(_launching(free))) for t in timed
+        ]
 
     peaks = {dtype: statistics.median(rates(timed, computing)) for dtype, timed in products.items()}
     together = TimedCalls(tuple(c for t in attention for c in t.calls), sum(t.seconds for t in attention))
@@ -87,14 +94,27 @@ def fit_device(
     (attention_rate,), (memory_rate,), (operator_rate,) = (
         rates([timed], unit) for timed, unit in ((together, computing), (large_sum, moving), (operators, moving))
     )
-    return replace(
-        free,
+    return Device(
+        name=name,
+        kind=kind,
+        memory_bytes=memory_bytes,
+        matmul_efficiency=1.0,
         peak_flops_per_s=peaks,
         memory_bytes_per_s=memory_rate,
         kernel_launch_s=kernel_launch_s,
         attention_efficiency=min(attention_rate / peaks[dtype], 1.0),
         memory_efficiency=min(operator_rate / memory_rate, 1.0),
     )
+
+
+def _free(kind: str) -> Device:
+    """Nothing costs anything on it."""
+    return Device("free", 1, {"float32": _FREE}, _FREE, 0.0, 1.0, kind, attention_efficiency=1.0)
+
+
+def _launching(free: Device) -> Device:
+    """Only launches cost, a second each: times on it count them."""
+    return replace(free, kernel_launch_s=1.0)
 
 
 def fit_seconds(ranks: Sequence[Sequence[float]]) -> float:

@@ -10,8 +10,8 @@ figures into constants.
 
 from __future__ import annotations
 
+import functools
 import os
-import platform
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,44 +23,46 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from costmodels.calibration import Call, TimedCalls, TimedCollective, fit_device, fit_link, fit_seconds
+from costmodels.calibration import Call, TimedCalls, TimedCollective, fit_device, fit_launch_s, fit_link, fit_seconds
 from costmodels.hardware import Cluster, ClusterError, Device, Link
 from runtime.device import synchronize
 from runtime.launch import LocalRanks
+from runtime.machine import free_memory_bytes, processor_name
 
 Progress = Callable[[str], None]
 
-WINDOWS, WINDOW_S = 5, 0.03
+WINDOWS, WINDOW_S = 5, 0.04
 DTYPES = ("float32", "float64", "bfloat16", "float16")
-# A product that would take longer than this isn't tried.
+# A linear that would take longer than this isn't tried.
 SLOW_CALL_S = 0.1
 # Of the memory that is free now, what ranks may plan to fill: the system and the script that started them need some.
 USABLE_MEMORY = 0.8
 # Part of the file's name; another number when the meaning of a figure changes.
 _FORMAT = 1
-_CHAIN = 200
+# Of small operators, in a chain.
+BLOCKS = 20
 
 
 @dataclass(frozen=True)
 class Sizes:
     """What is timed on a kind of device: large enough to show rates, small enough to take milliseconds.
 
-    ``matmul``: n of square products. ``large_sum``: elements. ``rows``, ``width``: of what memory-bound operators work
-    on. ``attention``: batch, heads, length, width of a head. ``message_bytes``: of collectives.
+    ``rows`` x ``widths``: of linears. ``large_sum``: elements. ``rows`` x ``wide``: what memory-bound operators work on.
+    ``attention``: batch, heads, length, width of a head. ``message_bytes``: of collectives.
     """
 
-    matmul: tuple[int, ...]
-    large_sum: int
     rows: int
-    width: int
+    widths: tuple[int, ...]
+    wide: int
+    large_sum: int
     attention: tuple[int, int, int, int]
     attention_dtype: str
     message_bytes: tuple[int, ...]
 
 
 SIZES = {
-    "cpu": Sizes((256, 512, 1024), 2**22, 4096, 256, (2, 4, 256, 64), "float32", (2**12, 2**18, 2**22)),
-    "cuda": Sizes((2048, 4096, 8192), 2**27, 2**15, 2048, (4, 16, 2048, 128), "bfloat16", (2**12, 2**20, 2**26)),
+    "cpu": Sizes(1024, (128, 256, 512), 1024, 2**22, (2, 4, 256, 64), "float32", (2**12, 2**18, 2**22)),
+    "cuda": Sizes(8192, (2048, 4096, 8192), 8192, 2**27, (4, 16, 2048, 128), "bfloat16", (2**12, 2**20, 2**26)),
 }
 
 
@@ -75,7 +77,7 @@ def measured_cluster(
     """
     say = progress or (lambda text: None)
     kind = "cuda" if 1 <= gpus <= torch.cuda.device_count() else "cpu"
-    name = torch.cuda.get_device_name(0) if kind == "cuda" else _processor()
+    name = torch.cuda.get_device_name(0) if kind == "cuda" else processor_name()
     folder = cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
     path = folder / _file_name(kind, name, gpus)
     kept = None if refresh else _read(path, gpus)
@@ -94,16 +96,20 @@ def measured_cluster(
 class Measurer:
     """Times things on one rank; every method is called on all ranks at once."""
 
-    REMOTE = frozenset({"matmul", "attention", "large_sum", "operators", "overhead", "collective", "memory_bytes"})
+    REMOTE = frozenset({"linear", "attention", "large_sum", "operators", "overhead", "collective", "memory_bytes"})
 
     def __init__(self, rank: int, world_size: int, device: torch.device, timeout_s: float) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
         self.sizes = SIZES[device.type]
         self._groups: dict[int, dist.ProcessGroup | None] = {world_size: dist.group.WORLD}
 
-    def matmul(self, dtype: str, n: int) -> list[float]:
-        a, b = (torch.randn(n, n, device=self.device).to(getattr(torch, dtype)) for _ in range(2))
-        return self._windows(lambda: a @ b)
+    def linear(self, dtype: str, width: int) -> list[float]:
+        """Forward and backward of ``linear_call``: three products."""
+        tensor = functools.partial(torch.randn, device=self.device)
+        shapes = ((self.sizes.rows, width), (width, width), (width,), (self.sizes.rows, width))
+        x, weight, bias, gradient = (tensor(*shape).to(getattr(torch, dtype)) for shape in shapes)
+        inputs = [x.requires_grad_() for x in (x, weight, bias)]
+        return self._windows(lambda: torch.autograd.grad(F.linear(x, weight, bias), inputs, gradient))
 
     def attention(self, is_causal: bool) -> list[float]:
         """Forward and backward of one fused call."""
@@ -123,7 +129,7 @@ class Measurer:
 
     def operators(self) -> list[float]:
         """Forward and backward of ``memory_bound_operators``."""
-        rows, width = self.sizes.rows, self.sizes.width
+        rows, width = self.sizes.rows, self.sizes.wide
         x, y, gradient = (torch.randn(rows, width, device=self.device) for _ in range(3))
         scale, shift = torch.ones(width, device=self.device), torch.zeros(width, device=self.device)
         inputs = [tensor.requires_grad_() for tensor in (x, y, scale, shift)]
@@ -135,16 +141,25 @@ class Measurer:
         return self._windows(work)
 
     def overhead(self) -> list[float]:
-        """One small operator: a chain of them forward and backward, divided by their number."""
-        x, gradient = torch.ones(8, 8, device=self.device, requires_grad=True), torch.ones(8, 8, device=self.device)
+        """Forward and backward of ``small_operators``.
+
+        A CPU spends the time of views and of autograd's bookkeeping between operators, so that a piece of a model
+        shows it. A GPU works meanwhile; what it waits for is the least time between two operators.
+        """
+        ones = functools.partial(torch.ones, device=self.device)
+        x, weight, vector = (ones(*shape, requires_grad=True) for shape in ((8, 8), (8, 8), (8,)))
+        gradient, on_gpu = ones(8, 8), self.device.type == "cuda"
 
         def work() -> None:
             y = x
-            for _ in range(_CHAIN):
+            for _ in range(BLOCKS):
+                if not on_gpu:
+                    heads = F.layer_norm(y, (8,), vector, vector).view(2, 4, 8).transpose(0, 1)
+                    y = F.gelu(F.linear(heads, weight, vector)).transpose(0, 1).reshape(8, 8)
                 y = y + x
-            torch.autograd.grad(y, x, gradient)
+            torch.autograd.grad(y, x if on_gpu else (x, weight, vector), gradient)
 
-        return [seconds / (2 * _CHAIN) for seconds in self._windows(work)]
+        return self._windows(work)
 
     def collective(self, kind: str, size_bytes: int, group_size: int) -> list[float]:
         """all_reduce on all groups of neighbours at once, or send to the next of the group; empty on a rank without."""
@@ -215,34 +230,23 @@ class Measurer:
             request.wait()
 
 
-def free_memory_bytes() -> int:
-    """Memory that processes can still take on this system: what the kernel calls available, within the cgroup's limit.
-
-    Without Linux's /proc: the free pages.
-    """
-    found = [os.sysconf("SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES")]
-    found = [found[0] * os.sysconf("SC_PAGE_SIZE")]
-    try:
-        found = [int(_table(Path("/proc/meminfo"))["MemAvailable:"]) * 1024]
-        cgroup = Path("/proc/self/cgroup").read_text().partition("0::")[2].partition("\n")[0]
-    except (OSError, KeyError):
-        return found[0]
-    place = Path("/sys/fs/cgroup", cgroup.lstrip("/"))
-    for folder in (place, *place.parents[:-3]):
-        try:
-            limit, used = ((folder / f"memory.{name}").read_text().strip() for name in ("max", "current"))
-            if limit != "max":
-                reclaimable = int(_table(folder / "memory.stat").get("inactive_file", 0))
-                found.append(max(int(limit) - int(used) + reclaimable, 1))
-        except (OSError, ValueError):
-            continue
-    return min(found)
+def small_operators(kind: str) -> tuple[Call, ...]:
+    """What ``Measurer.overhead`` runs, but for the views."""
+    x, vector = ((8, 8), "float32"), ((8,), "float32")
+    block: tuple[Call, ...] = (Call("aten.add.Tensor", (x, x), (x,), (True, True)),)
+    if kind == "cpu":
+        block += (
+            Call("aten.layer_norm.default", (x, vector, vector), (x,), (True,) * 3),
+            Call("aten.linear.default", (x, x, vector), (x,), (True,) * 3),
+            Call("aten.gelu.default", (x,), (x,), (True,)),
+        )
+    return block * BLOCKS
 
 
-def product(dtype: str, n: int) -> Call:
-    """What ``Measurer.matmul`` runs."""
-    square = ((n, n), dtype)
-    return Call("aten.mm.default", (square, square), (square,), (False, False))
+def linear_call(sizes: Sizes, dtype: str, width: int) -> Call:
+    """What ``Measurer.linear`` runs."""
+    x, weight, bias = ((sizes.rows, width), dtype), ((width, width), dtype), ((width,), dtype)
+    return Call("aten.linear.default", (x, weight, bias), (x,), (True,) * 3)
 
 
 def attention_call(sizes: Sizes, is_causal: bool) -> Call:
@@ -260,7 +264,7 @@ def large_sum(sizes: Sizes) -> Call:
 
 def memory_bound_operators(sizes: Sizes) -> tuple[Call, ...]:
     """What ``Measurer.operators`` runs."""
-    x, vector = ((sizes.rows, sizes.width), "float32"), ((sizes.width,), "float32")
+    x, vector = ((sizes.rows, sizes.wide), "float32"), ((sizes.wide,), "float32")
     return (
         Call("aten.layer_norm.default", (x, vector, vector), (x,), (True,) * 3),
         Call("aten.gelu.default", (x,), (x,), (True,)),
@@ -275,13 +279,14 @@ def _measure(ranks: LocalRanks, kind: str, name: str, say: Progress) -> Cluster:
     def timed(method: str, **arguments: Any) -> float:
         return fit_seconds(ranks.call(method, arguments))
 
-    launch_s = timed("overhead")
-    say("matrix products and attention")
+    launch_s = fit_launch_s(TimedCalls(small_operators(kind), timed("overhead")))
+    say("linear layers and attention")
     products: dict[str, list[TimedCalls]] = {dtype: [] for dtype in DTYPES}
     for dtype, found in products.items():
-        for n in sizes.matmul:
-            found.append(TimedCalls((product(dtype, n),), timed("matmul", dtype=dtype, n=n)))
-            if 8 * found[-1].seconds > SLOW_CALL_S:  # the next n is twice this one
+        for width in sizes.widths:
+            call = linear_call(sizes, dtype, width)
+            found.append(TimedCalls((call,), timed("linear", dtype=dtype, width=width)))
+            if 4 * found[-1].seconds > SLOW_CALL_S:  # the next weight is four times this one
                 break
     attention = [
         TimedCalls((attention_call(sizes, causal),), timed("attention", is_causal=causal)) for causal in (False, True)
@@ -336,22 +341,6 @@ def round_down(value: int) -> int:
 def _short(value: float) -> float:
     """Four significant digits."""
     return float(f"{value:.4g}")
-
-
-def _table(path: Path) -> dict[str, str]:
-    """Lines 'key value ...' of a file of the kernel."""
-    lines = (line.split() for line in path.read_text().splitlines())
-    return {line[0]: line[1] for line in lines if len(line) > 1}
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def _file_name(kind: str, name: str, gpus: int) -> str:

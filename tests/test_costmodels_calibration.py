@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodels.calibration import Call, TimedCalls, TimedCollective, beyond, fit_device, fit_link, fit_seconds
+from costmodels.calibration import (
+    Call,
+    TimedCalls,
+    TimedCollective,
+    beyond,
+    fit_device,
+    fit_launch_s,
+    fit_link,
+    fit_seconds,
+)
 from costmodels.collectives import collective_time_s
 from costmodels.hardware import Cluster, Device, Link
 
@@ -64,6 +73,15 @@ def test_a_device_comes_back_from_its_own_times(kind: str) -> None:
         "memory_bytes_per_s", "kernel_launch_s", "matmul_efficiency", "attention_efficiency", "memory_efficiency",
     ):  # fmt: skip
         assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-9), name
+
+
+def test_a_launch_is_the_time_over_the_operators_of_both_directions() -> None:
+    """A sum has one launch each way; a linear with a bias one forward and three backward."""
+    x, vector = ((8, 8), "float32"), ((8,), "float32")
+    add = Call("aten.add.Tensor", (x, x), (x,), (True, True))
+    linear = Call("aten.linear.default", (x, x, vector), (x,), (True,) * 3)
+    assert fit_launch_s(TimedCalls((add,) * 10, 1.0)) == pytest.approx(1 / 20)
+    assert fit_launch_s(TimedCalls((add, linear, linear), 1.0)) == pytest.approx(1 / 10)
 
 
 def test_attention_is_compared_to_the_peak_of_its_dtype() -> None:

@@ -12,7 +12,8 @@ from costmodels.compute import operator_time_s
 from costmodels.hardware import Cluster, Device, Link
 from planner.errors import BadInput, RankFailed
 from runtime import measure
-from runtime.measure import DTYPES, SIZES, free_memory_bytes, measured, measured_cluster, round_down
+from runtime.machine import free_memory_bytes, processor_name
+from runtime.measure import DTYPES, SIZES, measured, measured_cluster, round_down
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +155,12 @@ def test_the_cost_model_knows_what_is_timed(kind: str) -> None:
     """Every call has a forward time of its own, and a backward where gradients are asked for."""
     sizes = SIZES[kind]
     device = Device("box", 10**9, {"float32": 1e12}, 1e12, 0.0, 1.0, "gpu" if kind == "cuda" else "cpu")
-    calls = [measure.product("bfloat16", 256), measure.large_sum(sizes), *measure.memory_bound_operators(sizes)]
+    calls = [
+        measure.linear_call(sizes, "bfloat16", 256),
+        measure.large_sum(sizes),
+        *measure.memory_bound_operators(sizes),
+    ]
+    calls += measure.small_operators(kind)
     calls += [measure.attention_call(sizes, is_causal) for is_causal in (False, True)]
     for call in calls:
         time = operator_time_s(call.op, call.inputs, call.outputs, call.needs_grad, device, call.hint)
@@ -168,3 +174,7 @@ def test_memory_is_rounded_down_to_two_digits(value: int, rounded: int) -> None:
 
 def test_free_memory_is_some_of_the_memory() -> None:
     assert 0 < free_memory_bytes() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_the_processor_has_a_name() -> None:
+    assert processor_name().strip()
