@@ -19,7 +19,11 @@ from rich.table import Table
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "examples" / "configs"
-CASES = (("gpt2.json", 8, "dgx-a100-80gb"), ("llama-3-8b.json", 8, "dgx-a100-80gb"), ("llama-3-8b.json", 64, "dgx-h100"))
+CASES = (
+    ("gpt2.json", 8, "dgx-a100-80gb"),
+    ("llama-3-8b.json", 8, "dgx-a100-80gb"),
+    ("llama-3-8b.json", 64, "dgx-h100"),
+)
 
 
 def measure(config: str, gpus: int, cluster: str) -> dict[str, object]:

@@ -93,7 +93,9 @@ def auto_parallelize(
 
     if world is not None and (world.size > 1 or gpus == 1):
         if gpus not in (None, world.size):
-            raise BadInput(f"gpus={gpus}, but torchrun started {world.size} ranks; start {gpus} ranks or leave gpus out")
+            raise BadInput(
+                f"gpus={gpus}, but torchrun started {world.size} ranks; start {gpus} ranks or leave gpus out"
+            )
         return _of_rank(model, world, lambda: prepare(world.size))
     prepared = prepare(gpus)
 
@@ -307,7 +309,9 @@ def _measured(
     }
     try:
         program = lower(graph, row.plan)
-        with Parallel(model, row.plan, program, BatchForm({}), start=lambda: LocalRanks.start(program.mesh.size)) as parallel:
+        with Parallel(
+            model, row.plan, program, BatchForm({}), start=lambda: LocalRanks.start(program.mesh.size)
+        ) as parallel:
             parallel.set_optimizer(factories[optimizer])
             times = parallel.measure(tensors, steps)
     except MeshwrightError as error:

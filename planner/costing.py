@@ -314,7 +314,8 @@ def _largest_bytes(graph: Graph, nodes: Iterable[Node]) -> int:
     values = graph.values
     leaves = graph.leaf_by_name
     sizes = (
-        sum(values[n].size_bytes for n in set(node.operands) if n not in leaves) + sum(v.size_bytes for v in node.outputs)
+        sum(values[n].size_bytes for n in set(node.operands) if n not in leaves)
+        + sum(v.size_bytes for v in node.outputs)
         for node in nodes
     )
     return 2 * max(sizes, default=0)

@@ -40,8 +40,12 @@ def example_batch(
 ) -> Batch:
     """One global batch. Raises BadInput saying what to pass when none can be found."""
     if example_kwargs is not None and not isinstance(example_kwargs, Mapping):
-        raise BadInput(f"example_kwargs is a {type(example_kwargs).__name__}; pass a dict of the model's keyword arguments")
-    if global_batch is not None and (isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1):
+        raise BadInput(
+            f"example_kwargs is a {type(example_kwargs).__name__}; pass a dict of the model's keyword arguments"
+        )
+    if global_batch is not None and (
+        isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1
+    ):
         raise BadInput(f"global_batch={global_batch!r}; pass a whole number of at least 1")
     if example_inputs is not None or example_kwargs is not None:
         batch = arguments_of(example_inputs, example_target)
@@ -74,7 +78,9 @@ def _from_model(model: torch.nn.Module, target: Any, rows: int) -> Batch:
             tokens = torch.zeros(rows, DEFAULT_TOKENS, dtype=torch.int64, device=device)
             return Batch((tokens,), {}, target)
         if isinstance(module, torch.nn.Conv2d):
-            image = torch.zeros(rows, module.in_channels, DEFAULT_IMAGE, DEFAULT_IMAGE, dtype=module.weight.dtype, device=device)
+            image = torch.zeros(
+                rows, module.in_channels, DEFAULT_IMAGE, DEFAULT_IMAGE, dtype=module.weight.dtype, device=device
+            )
             return Batch((image,), {}, target)
     raise BadInput(
         "cannot tell what the model takes: pass example_inputs=(tensor, ...) and example_kwargs={...}, one global batch"
@@ -172,7 +178,9 @@ class BatchForm:
             if text == expected:
                 continue
             if path == "[2]" and expected == "None":
-                raise BadInput("the batch has a target, but the plan was made without loss_fn; leave it out, or plan with one")
+                raise BadInput(
+                    "the batch has a target, but the plan was made without loss_fn; leave it out, or plan with one"
+                )
             if not expected:
                 raise BadInput(f"{spoken(path)} must be a tensor, as in the example, not {text}")
             raise BadInput(

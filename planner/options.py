@@ -74,7 +74,9 @@ def check_request(
         raise BadInput(f"strategy={strategy!r}; pass 'auto' or a text such as 'ddp' or 'pp2.dp2 mb=8'")
     if strategy != "auto":
         parse_strategy(strategy, count)
-    if time_limit is not None and (isinstance(time_limit, bool) or not isinstance(time_limit, int | float) or not time_limit > 0):
+    if time_limit is not None and (
+        isinstance(time_limit, bool) or not isinstance(time_limit, int | float) or not time_limit > 0
+    ):
         raise BadInput(f"time_limit={time_limit!r}; pass a positive number of seconds")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
         raise BadInput(f"seed={seed!r}; pass a whole number from 0 to {2**31 - 1}")
@@ -103,7 +105,9 @@ def _gpu_count(gpus: int | None) -> int:
     available = torch.cuda.device_count()
     if gpus is None:
         if not available:
-            raise BadInput("say how many devices to use: gpus=4 (this machine has no GPU; local processes stand for them)")
+            raise BadInput(
+                "say how many devices to use: gpus=4 (this machine has no GPU; local processes stand for them)"
+            )
         return available
     if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
         raise BadInput(f"gpus={gpus!r}; pass a whole number of at least 1")
@@ -128,7 +132,9 @@ def _cluster(cluster: Any, gpus: int) -> Cluster | None:
         if cluster == "auto":
             return None
         if not isinstance(cluster, str | Path):
-            raise BadInput(f"cluster is a {type(cluster).__name__}; pass 'auto', a preset's name or the path of a TOML file")
+            raise BadInput(
+                f"cluster is a {type(cluster).__name__}; pass 'auto', a preset's name or the path of a TOML file"
+            )
         return load_cluster(cluster, gpus)
     except ClusterError as error:
         raise BadInput(str(error)) from None

@@ -151,7 +151,9 @@ class Parallel:
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """This rank's shares of the trainable parameters, for an optimizer of the user's own. Only under torchrun."""
         if self._rank is None:
-            raise BadInput("parameters live in the ranks' processes; start the script with torchrun to hold them, or use train()")
+            raise BadInput(
+                "parameters live in the ranks' processes; start the script with torchrun to hold them, or use train()"
+            )
         self._ready()
         return iter([p for p in self._rank.module.parameters() if p.requires_grad])
 
@@ -242,7 +244,9 @@ class Parallel:
     def _ready(self) -> None:
         """Start the ranks and give each its weights, once."""
         if self._closed:
-            raise BadInput("the ranks have been stopped, with what they had trained; use the plan inside its with block")
+            raise BadInput(
+                "the ranks have been stopped, with what they had trained; use the plan inside its with block"
+            )
         if self._loaded:
             return
         state = self._initial_state()

@@ -41,9 +41,7 @@ def target_pair(pair: Pair, differentiable: bool) -> Pair:
     return pair if differentiable else pair.without_gradient()
 
 
-def shard(
-    graph: Graph, axis: str, k: int, strategies: Mapping[str, Strategy], leaves: Mapping[str, Pair]
-) -> Sharded:
+def shard(graph: Graph, axis: str, k: int, strategies: Mapping[str, Strategy], leaves: Mapping[str, Pair]) -> Sharded:
     """The graph of one device of ``axis`` (k devices).
 
     ``strategies``: of each node, by node name. ``leaves``: how each leaf is stored, by leaf name.
@@ -73,9 +71,7 @@ class _Builder:
         self.leaves.append(replace(leaf, value=value))
 
     def node(self, node: Node, strategy: Strategy) -> None:
-        operands = [
-            self.convert(name, pair, node) for name, pair in zip(node.operands, strategy.operands, strict=True)
-        ]
+        operands = [self.convert(name, pair, node) for name, pair in zip(node.operands, strategy.operands, strict=True)]
         in_order = iter(operands)
         renamed = replace(
             node,
@@ -107,9 +103,7 @@ class _Builder:
                 value.differentiable,
             )
             text = f"{source} -> {target}"
-            self.nodes.append(
-                Node("convert", (Ref(name), self.axis, text), (local,), (), node.module, segment)
-            )
+            self.nodes.append(Node("convert", (Ref(name), self.axis, text), (local,), (), node.module, segment))
             self.converted[key] = local.name
         return self.converted[key]
 
@@ -131,9 +125,7 @@ class _Builder:
             stored = self.pairs[buffer]
             writes.append((buffer, self.convert(value, stored, graph.producers[value])))
         nodes = sorted(self.nodes, key=lambda node: node.segment)
-        result = Graph(
-            tuple(self.leaves), tuple(nodes), loss, tuple(writes), graph.batch_size, graph.notes
-        )
+        result = Graph(tuple(self.leaves), tuple(nodes), loss, tuple(writes), graph.batch_size, graph.notes)
         return Sharded(result, self.pairs, pair)
 
 

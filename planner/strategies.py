@@ -115,7 +115,9 @@ def plan_by_hand(evaluator: Evaluator, text: str) -> Plan:
     picked = parse_strategy(text, problem.cluster.gpus)
     mesh, batch = picked.mesh, problem.graph.batch_size
     if batch % mesh.dp:
-        raise BadInput(f"strategy {text!r} cuts the batch of {batch} into {mesh.dp}; use a batch divisible by {mesh.dp}")
+        raise BadInput(
+            f"strategy {text!r} cuts the batch of {batch} into {mesh.dp}; use a batch divisible by {mesh.dp}"
+        )
     if mesh.pp > evaluator.segments:
         raise BadInput(
             f"strategy {text!r} asks for {mesh.pp} stages, but the model has only {evaluator.segments} segments to "
@@ -133,7 +135,9 @@ def plan_by_hand(evaluator: Evaluator, text: str) -> Plan:
         notes = (*notes, f"run as gpipe: 1f1b needs at least {mesh.pp} micro-batches")
     configuration = Configuration(mesh, micro_batches, picked.zero if mesh.dp > 1 else 0, schedule)
     evaluator.split(mesh.dp, micro_batches)
-    letters = evaluator.letters(configuration, MEGATRON, megatron) if mesh.tp > 1 else evaluator.letters(configuration, FAST)
+    letters = (
+        evaluator.letters(configuration, MEGATRON, megatron) if mesh.tp > 1 else evaluator.letters(configuration, FAST)
+    )
     recompute = (picked.recompute,) * evaluator.segments
     stages = even_stages(evaluator.costs(configuration, letters), recompute, mesh.pp)
     return evaluator.build_plan(configuration, letters, stages, recompute, text, notes=notes)
@@ -171,7 +175,9 @@ def megatron(node: Node, strategy: Strategy) -> bool:
 
 def even_stages(costs: Sequence[SegmentCost], recompute: Sequence[bool], pp: int) -> tuple[tuple[int, int], ...]:
     """The split into ``pp`` stages whose slowest takes least (the linear partition problem, by dynamic programming)."""
-    times = [c.forward_s + c.backward_s + (c.forward_s if again else 0) for c, again in zip(costs, recompute, strict=True)]
+    times = [
+        c.forward_s + c.backward_s + (c.forward_s if again else 0) for c, again in zip(costs, recompute, strict=True)
+    ]
     prefix = [0.0]
     for t in times:
         prefix.append(prefix[-1] + t)

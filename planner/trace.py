@@ -28,7 +28,9 @@ SKIPPED_OPS = {"aten._assert_tensor_metadata.default", "aten._assert_scalar.defa
 IDENTITY_OPS = {"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default", "aten.clone.default",
                 "aten.contiguous.default"}  # fmt: skip
 # Operators that write into a buffer without their schema saying so.
-WRITES_UNSEEN = frozenset({"batch_norm", "instance_norm", "feature_dropout", "alpha_dropout", "rrelu", "native_batch_norm"})
+WRITES_UNSEEN = frozenset(
+    {"batch_norm", "instance_norm", "feature_dropout", "alpha_dropout", "rrelu", "native_batch_norm"}
+)
 CASTS = frozenset({"to", "type_as"})
 DROPPED_KEYWORDS = {"pin_memory", "layout", "non_blocking"}
 
@@ -263,7 +265,9 @@ def _leaves(
     return leaves, paths
 
 
-RESERVED_NAMES = frozenset({"self", "torch", "aten", "F", "convert", "tp", "dp", "device", "rng", "micro_batch", "math"})
+RESERVED_NAMES = frozenset(
+    {"self", "torch", "aten", "F", "convert", "tp", "dp", "device", "rng", "micro_batch", "math"}
+)
 
 
 def storage_key(tensor: torch.Tensor) -> Any:
@@ -418,7 +422,9 @@ def _normalise(
         return "batch_norm", args, kwargs, (0, 3, 4)
     if op == "aten.native_dropout.default":
         return "dropout", args[:2], kwargs, (0,)
-    if op == "aten.scaled_dot_product_attention.default" and dict(kwargs).get("dropout_p", args[4] if len(args) > 4 else 0.0):
+    if op == "aten.scaled_dot_product_attention.default" and dict(kwargs).get(
+        "dropout_p", args[4] if len(args) > 4 else 0.0
+    ):
         return "attention_with_dropout", args, kwargs, None
     if op in ("aten._unsafe_view.default", "aten.reshape.default"):
         return "aten.view.default", args, kwargs, None

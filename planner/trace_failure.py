@@ -49,7 +49,9 @@ def trace_failure(error: BaseException) -> TraceError:
     """What to tell about ``error``, raised while the model ran on stand-ins for its tensors."""
     kind = type(error).__name__
     place = _place(error)
-    if kind in DEPENDS_ON_VALUES and "data-dependent" in f"{error} {kind}".lower().replace("datadependent", "data-dependent"):
+    if kind in DEPENDS_ON_VALUES and "data-dependent" in f"{error} {kind}".lower().replace(
+        "datadependent", "data-dependent"
+    ):
         return depends_on_values(place)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     what = f"{kind}: {lines[0]}" if lines else kind
@@ -98,4 +100,8 @@ def _is_theirs(file: str) -> bool:
 
 
 def _at(file: str, line: int, function: str, text: str) -> str:
-    return f"\n  at {file}:{line}, in {function.strip()}: {text}" if text else f"\n  at {file}:{line}, in {function.strip()}"
+    return (
+        f"\n  at {file}:{line}, in {function.strip()}: {text}"
+        if text
+        else f"\n  at {file}:{line}, in {function.strip()}"
+    )

@@ -59,9 +59,7 @@ def check_batch(program: Program, batch: Mapping[str, torch.Tensor]) -> None:
 
 def _checked(spec: InputSpec, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     if spec.name not in batch:
-        raise BadInput(
-            f"the batch lacks {spec.label} ({spec.name}). Pass inputs of the same form as the example."
-        )
+        raise BadInput(f"the batch lacks {spec.label} ({spec.name}). Pass inputs of the same form as the example.")
     tensor = batch[spec.name]
     dtype = getattr(torch, spec.dtype)
     if tuple(tensor.shape) != spec.shape or tensor.dtype != dtype:

@@ -105,7 +105,9 @@ def _check_stored(path: str | Path, stored: Mapping[str, Any], spec: StateSpec) 
     if described is None:
         raise BadInput(f"the checkpoint {path} holds no {spec.target}: it is of another model.")
     if not isinstance(described, TensorStorageMetadata) or tuple(described.size) != spec.shape:
-        raise BadInput(f"{spec.target} in the checkpoint {path} has another shape than in the plan: it is of another model.")
+        raise BadInput(
+            f"{spec.target} in the checkpoint {path} has another shape than in the plan: it is of another model."
+        )
 
 
 def load_checkpoint(

@@ -62,7 +62,9 @@ def test_labels_are_what_they_say_and_none_beats_another(chain: list[SegmentCost
             assert again == label.again_bytes
         for one, other in itertools.permutations(found, 2):
             better = (
-                one.extra_s <= other.extra_s and one.kept_bytes <= other.kept_bytes and one.again_bytes <= other.again_bytes
+                one.extra_s <= other.extra_s
+                and one.kept_bytes <= other.kept_bytes
+                and one.again_bytes <= other.again_bytes
             )
             assert not better
         assert [x.extra_s for x in found] == sorted(x.extra_s for x in found)
@@ -76,7 +78,10 @@ def test_equal_segments_make_one_label_a_count() -> None:
 
 
 def test_recomputing_what_saves_nothing_is_never_a_label() -> None:
-    chain = [SegmentCost(1.0, 2.0, activations_bytes=5, input_bytes=5), SegmentCost(1.0, 2.0, activations_bytes=9, input_bytes=1)]
+    chain = [
+        SegmentCost(1.0, 2.0, activations_bytes=5, input_bytes=5),
+        SegmentCost(1.0, 2.0, activations_bytes=9, input_bytes=1),
+    ]
     assert [x.recompute for x in Frontier(chain).labels(0, 2)] == [(False, False), (False, True)]
 
 
@@ -118,7 +123,10 @@ def test_labels_left_out_are_noticed(few_labels: None) -> None:
 
 def test_least_memory_may_leave_the_largest_segment_alone() -> None:
     # recomputing the second holds 100 bytes while it runs, more than it saves
-    chain = [SegmentCost(1.0, 1.0, activations_bytes=10, input_bytes=0), SegmentCost(1.0, 1.0, activations_bytes=100, input_bytes=95)]
+    chain = [
+        SegmentCost(1.0, 1.0, activations_bytes=10, input_bytes=0),
+        SegmentCost(1.0, 1.0, activations_bytes=100, input_bytes=95),
+    ]
     sizes = {label.recompute: label.memory_bytes(1, 0) for label in least_memory(chain)}
     assert sizes == {(False, False): 110, (True, False): 110, (True, True): 195}
     assert Frontier([replace(s, weights_bytes=7) for s in chain]).least_bytes(0, 2, 3) == 14 + 310

@@ -62,7 +62,12 @@ def test_running_the_text_gives_the_models_numbers(name: str, tmp_path: Path) ->
     axes = {axis: Axis(axis) for axis in ("pp", "dp", "tp")}
     stage = build_stage(replace(program.stages[0], source=path.read_text()), axes, torch.device("cpu"))
     targets = {state.target for state in program.stages[0].states}
-    fill(stage, {t: x.detach().clone() for t, x in tensors_by_target(case.model, targets).items()}, axes, torch.device("cpu"))
+    fill(
+        stage,
+        {t: x.detach().clone() for t, x in tensors_by_target(case.model, targets).items()},
+        axes,
+        torch.device("cpu"),
+    )
     inputs = input_tensors(case, found)
     (loss,) = stage(**{name: inputs[name] for name in program.stages[0].inputs})
     loss.backward()
@@ -119,9 +124,7 @@ def test_a_strategy_the_operator_does_not_have_is_refused() -> None:
     cluster = load_cluster("dgx-a100-80gb", 2)
     problem = Problem("gpt", found.graph, cluster, "adamw", "float32", cluster.device.memory_bytes)
     plan = plan_by_hand(Evaluator(problem), "tp")
-    edited = tuple(
-        replace(row, tp="nonsense") if row.op == "aten.linear.default" else row for row in plan.layouts
-    )  # type: tuple[OperatorLayout, ...]
+    edited = tuple(replace(row, tp="nonsense") if row.op == "aten.linear.default" else row for row in plan.layouts)  # type: tuple[OperatorLayout, ...]
     with pytest.raises(InvalidPlan, match="strategy 'nonsense'"):
         lower(found.graph, replace(plan, layouts=edited))
     with pytest.raises(InvalidPlan, match="another model"):

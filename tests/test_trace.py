@@ -32,7 +32,9 @@ class Wrapped(nn.Module):
         return self.function(self, x)
 
 
-def gradients_of(model: nn.Module, found: Traced, *inputs: Tensor) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
+def gradients_of(
+    model: nn.Module, found: Traced, *inputs: Tensor
+) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
     """(of the graph, of the module), by original name."""
     leaves = {leaf.name: leaf for leaf in found.graph.leaves}
     tensors = {n: model.get_parameter(x.target).detach() for n, x in leaves.items() if x.kind == "parameter"}
@@ -116,7 +118,11 @@ def test_frozen_parameters_are_not_trainable_and_unused_ones_not_there() -> None
 def test_token_means_become_sums_over_counts() -> None:
     model = nn.Linear(4, 8)
     found = traced(model, torch.randn(6, 4), loss=F.cross_entropy, target=torch.zeros(6, dtype=torch.int64))
-    assert [node.op for node in found.graph.nodes][-3:] == ["cross_entropy_sum", "cross_entropy_count", "aten.div.Tensor"]
+    assert [node.op for node in found.graph.nodes][-3:] == [
+        "cross_entropy_sum",
+        "cross_entropy_count",
+        "aten.div.Tensor",
+    ]
 
 
 def test_buffers_written_in_forward_are_known() -> None:
@@ -129,13 +135,16 @@ def test_buffers_written_in_forward_are_known() -> None:
 def test_the_digest_depends_on_shapes_and_not_on_values() -> None:
     a, b = nn.Linear(4, 2), nn.Linear(4, 2)
     digests = [
-        traced(model, torch.randn(rows, 4), loss=lambda y: y.sum()).graph.digest for model, rows in ((a, 3), (b, 3), (a, 4))
+        traced(model, torch.randn(rows, 4), loss=lambda y: y.sum()).graph.digest
+        for model, rows in ((a, 3), (b, 3), (a, 4))
     ]
     assert digests[0] == digests[1] != digests[2]
 
 
 def test_equal_blocks_are_equal_segments() -> None:
-    model = nn.Sequential(nn.Linear(4, 8), *(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)), nn.Linear(8, 2))
+    model = nn.Sequential(
+        nn.Linear(4, 8), *(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)), nn.Linear(8, 2)
+    )
     graph = cut_into_segments(traced(model, torch.randn(2, 4), loss=lambda y: y.sum()).graph)
     assert segment_kinds(graph) == (0, 1, 1, 1, 2)
     assert [segment_label(graph, nodes) for nodes in segment_nodes(graph)] == ["0", "1.0", "2.0", "3.0", "4"]

@@ -70,7 +70,8 @@ class Frontier:
 
     def _extend(self, labels: tuple[Label, ...], segment: SegmentCost) -> list[Label]:
         grown = [
-            Label(x.extra_s, x.kept_bytes + segment.activations_bytes, x.again_bytes, (*x.recompute, False)) for x in labels
+            Label(x.extra_s, x.kept_bytes + segment.activations_bytes, x.again_bytes, (*x.recompute, False))
+            for x in labels
         ]
         grown += [
             Label(

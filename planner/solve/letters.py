@@ -167,7 +167,10 @@ class _Program:
         groups: dict[Hashable, list[Leaf]] = {}
         for leaf in self.graph.leaves:
             readers = self.graph.consumers[leaf.name]
-            key: Hashable = ("leaf", tuple(sorted({(self.classes[n.name], n.operands.index(leaf.name)) for n in readers})))
+            key: Hashable = (
+                "leaf",
+                tuple(sorted({(self.classes[n.name], n.operands.index(leaf.name)) for n in readers})),
+            )
             if leaf.kind in ("input", "constant") or not readers:
                 key = ("leaf", leaf.name)
             groups.setdefault(key, []).append(leaf)

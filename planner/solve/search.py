@@ -13,8 +13,8 @@ segments to recompute (stages.py).
     (planner.simulate.lower_bound_s), and then the times t_j sum to no more than T (1 - (1 - 1/m)^pp).
 
 Pure data parallelism needs no solver and gives a first plan. The other configurations are taken by their bound: first a
-cheap one (the work of the whole batch on all devices), then this, then the plan itself; the search ends when the smallest bound left is no better than the best plan. A pruned configuration keeps
-the bound that pruned it.
+cheap one (the work of the whole batch on all devices), then this, then the plan itself; the search ends when the smallest
+bound left is no better than the best plan. A pruned configuration keeps the bound that pruned it.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ class _Search:
 
     def _easy_first(self, entries: list[_Entry]) -> list[_Entry]:
         """Solve what needs no solver, pure data parallelism, for a first best plan; the heap of all others."""
-        easy, others = [], []
+        easy: list[_Entry] = []
+        others: list[_Entry] = []
         for entry in entries:
             mesh = entry.configuration.mesh
             refined = self._take(entry) if mesh.pp == mesh.tp == 1 else entry
@@ -193,7 +194,9 @@ class _Search:
                 seed=self.problem.seed,
             )
             if isinstance(choice, StageInfeasible):
-                infeasible = choice if infeasible is None or choice.missing_bytes < infeasible.missing_bytes else infeasible
+                infeasible = (
+                    choice if infeasible is None or choice.missing_bytes < infeasible.missing_bytes else infeasible
+                )
                 continue
             found.append(_Found(configuration, variant, choice))
             proven = min(proven, choice.bound_s)
@@ -220,7 +223,12 @@ class _Search:
     # --- the record ---------------------------------------------------------------------------------------------------
 
     def _record(
-        self, configuration: Configuration, bound_s: float, outcome: str, objective_s: float | None = None, reason: str = ""
+        self,
+        configuration: Configuration,
+        bound_s: float,
+        outcome: str,
+        objective_s: float | None = None,
+        reason: str = "",
     ) -> None:
         self.searched.append(Searched(str(configuration), bound_s, outcome, objective_s, reason))
 
@@ -231,7 +239,9 @@ class _Search:
     def _result(self) -> Plan:
         if self.best is None:
             if any(s.outcome == "open" for s in self.searched):
-                raise OutOfTime("the time limit passed before a plan was found. Give the search more time (time_limit).")
+                raise OutOfTime(
+                    "the time limit passed before a plan was found. Give the search more time (time_limit)."
+                )
             raise Infeasible(self._why_infeasible())
         best = self.best
         searched = []
@@ -257,7 +267,9 @@ class _Search:
         gpus = self.problem.cluster.gpus
         if self.least_missing is None:
             reasons = sorted({s.reason for s in self.searched})
-            return f"no plan exists on {gpus} devices: " + ("; ".join(reasons[:3]) or "the batch or model cannot be split so")
+            return f"no plan exists on {gpus} devices: " + (
+                "; ".join(reasons[:3]) or "the batch or model cannot be split so"
+            )
         missing, configuration, stage = self.least_missing
         where = f"stage {stage} of " if configuration.mesh.pp > 1 else ""
         return (
