@@ -87,7 +87,9 @@ class _Lowering:
         wanted |= {value for _, value in self.local.writes if self._stage_of_value(value) == index}
         if last:
             wanted.add(self.local.loss)
-        preamble = [node for node in _needed(self.shared, wanted, stop=self.count_nodes) if node.name not in self.count_nodes]
+        preamble = [
+            node for node in _needed(self.shared, wanted, stop=self.count_nodes) if node.name not in self.count_nodes
+        ]
         counts = self._counts([*preamble, *segments], wanted)
         prologue = _needed(self.shared, {name for node in counts for name in node.operands}, stop={})
         states, attributes = self._states(index, preamble, prologue)
@@ -122,7 +124,9 @@ class _Lowering:
             sends=tuple(self._spec(c) for c in sends) if not last else (self._spec(_Crossing(self.local.loss, WHOLE)),),
             inputs=tuple(inputs),
             prologue_inputs=tuple(
-                leaf.name for leaf in self.local.leaves_of("input") if any(leaf.name in n.operands for n in (*prologue, *counts))
+                leaf.name
+                for leaf in self.local.leaves_of("input")
+                if any(leaf.name in n.operands for n in (*prologue, *counts))
             ),
             counts=tuple(TensorSpec(n.name, n.output.shape, n.output.dtype, False) for n in counts),
         )
