@@ -20,6 +20,8 @@ from planner.sharding_rules.cuts import find_cuts
 LEAF = "leaf"
 # A weight on the dp axis: whole, its gradient a partial sum; ZeRO is the plan's own field.
 STORED = "R:P"
+# An operator that cutting the batch itself has added, such as a conversion.
+MADE = "made"
 
 
 def leaf_classes(graph: Graph) -> dict[str, Hashable]:
@@ -57,7 +59,7 @@ def record(
             node.op,
             node.module,
             kind,
-            on_dp.name if on_dp is not None and dp > 1 else "",
+            (on_dp.name if on_dp is not None else MADE) if dp > 1 else "",
             on_tp.name if tp > 1 else "",
             str(on_tp.outputs[0]) if tp > 1 else "",
         )

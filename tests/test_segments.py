@@ -152,8 +152,9 @@ def test_a_penalty_on_weights_is_part_of_the_last_segment() -> None:
 
     graph, kinds = chain(model, penalised)
     assert kinds == (0, 1, 1, 2, 3)
-    squares = [node for node in graph.nodes if node.op == "aten.pow.Tensor_Scalar"]
-    assert len(squares) > 8 and {node.segment for node in squares} == {4}
+    weights = {leaf.name for leaf in graph.leaves_of("parameter")}
+    squares = [node for node in graph.nodes if node.op == "aten.pow.Tensor_Scalar" and node.operands[0] in weights]
+    assert len(squares) == len(weights) and {node.segment for node in squares} == {4}
 
 
 def test_a_skip_over_layers_joins_them() -> None:

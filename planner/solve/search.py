@@ -175,7 +175,7 @@ class _Search:
         proven = too_slow = math.inf
         infeasible: StageInfeasible | None = None
         for variant in (FAST, LEAN):
-            if variant == LEAN and (configuration.mesh.tp == 1 or not (infeasible or self._memory_binds(found))):
+            if variant == LEAN and configuration.mesh.tp == 1:
                 continue
             costs = self.evaluator.costs(configuration, self.evaluator.letters(configuration, variant))
             work = sum(c.forward_s + c.backward_s for c in costs)
@@ -212,13 +212,9 @@ class _Search:
             self._record(configuration, bound_s, "infeasible", reason=reason)
             return
         best = min(found, key=lambda f: f.choice.estimate.step_time_s)
-        self._record(configuration, max(bound_s, proven), "solved", best.choice.estimate.step_time_s)
+        self._record(configuration, max(bound_s, min(proven, too_slow)), "solved", best.choice.estimate.step_time_s)
         if best.choice.estimate.step_time_s < self.best_s * (1 - RELATIVE_TOLERANCE):
             self.best = best
-
-    def _memory_binds(self, found: list[_Found]) -> bool:
-        """Whether the fast strategies do not fit, or only by recomputing."""
-        return bool(found) and any(found[0].choice.recompute)
 
     # --- the record ---------------------------------------------------------------------------------------------------
 
