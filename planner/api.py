@@ -227,7 +227,8 @@ def _traced(model: torch.nn.Module, batch: tuple[Any, ...], request: Request) ->
     if not isinstance(model, torch.nn.Module):
         raise BadInput(f"model is a {type(model).__name__}; pass a torch.nn.Module")
     inputs, kwargs, target, rows = batch
-    rows = rows or (request.plan.global_batch if request.plan is not None else None)
+    if rows is None and request.plan is not None:
+        rows = request.plan.global_batch
     example = example_batch(model, inputs, kwargs, target, rows)
     dtype = dtype_to_trace(model, request)
     if dtype is not None:

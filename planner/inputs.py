@@ -29,6 +29,7 @@ DEFAULT_ROWS = 8
 DEFAULT_IMAGE = 32
 DEFAULT_TOKENS = 16
 MOST_OUTPUTS = 4
+CLASS_LOSSES = frozenset({"cross_entropy", "nll_loss", "cross_entropy_loss", "nll_loss_nd"})
 
 
 def example_batch(
@@ -234,7 +235,7 @@ def guess_target(model: torch.nn.Module, batch: Batch, loss_fn: Callable[..., An
         except Exception as error:
             raise trace_failure(error) from error
         for like in [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)][:MOST_OUTPUTS]:
-            for shape, dtype in _candidates(like, _is_class_loss(loss_fn, output, like)):
+            for shape, dtype in _candidates(like, _given_to_class_loss(loss_fn, output, like)):
                 try:
                     loss = loss_fn(output, torch.empty(shape, dtype=dtype, device=like.device))
                 except Exception:
@@ -251,27 +252,30 @@ def _real(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
         return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def _candidates(output: torch.Tensor, classes: bool) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
+def _candidates(output: torch.Tensor, classes: tuple[int, ...] | None) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes to try, the likeliest first. ``classes``: shape of what a loss over classes is given, [n, c, ...]."""
     shape = tuple(output.shape)
-    if classes:
-        yield shape[:-1], torch.int64
-        if len(shape) > 2:
-            yield (shape[0], *shape[2:]), torch.int64
+    if classes is not None:
+        own = (*classes[:1], *classes[2:])
+        flattened = len(classes) == 2 and len(shape) > 2
+        for target in (shape[:-1], own) if flattened else (own, shape[:-1]):
+            yield target, torch.int64
     yield shape, output.dtype
     if shape[-1:] == (1,):
         yield shape[:-1], output.dtype
     yield shape[:1], torch.int64
 
 
-def _is_class_loss(loss_fn: Callable[..., Any], output: Any, like: torch.Tensor) -> bool:
-    """Whether ``loss_fn`` calls a loss over class indices: seen by running it with a target like the output, and without."""
+def _given_to_class_loss(loss_fn: Callable[..., Any], output: Any, like: torch.Tensor) -> tuple[int, ...] | None:
+    """The shape of the scores ``loss_fn`` gives a loss over class indices, seen by running it; None when it calls none."""
     from torch.overrides import TorchFunctionMode
 
-    called: list[str] = []
+    given: list[tuple[int, ...]] = []
 
     class Watch(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            called.append(getattr(function, "__name__", ""))
+            if getattr(function, "__name__", "") in CLASS_LOSSES and args and isinstance(args[0], torch.Tensor):
+                given.append(tuple(args[0].shape))
             return function(*args, **(kwargs or {}))
 
     for target in (torch.empty(like.shape[:-1], dtype=torch.int64, device=like.device), torch.empty_like(like)):
@@ -280,6 +284,6 @@ def _is_class_loss(loss_fn: Callable[..., Any], output: Any, like: torch.Tensor)
                 loss_fn(output, target)
         except Exception:
             pass
-        if any(name in called for name in ("cross_entropy", "nll_loss", "cross_entropy_loss", "nll_loss_nd")):
-            return True
-    return False
+        if given:
+            return given[0]
+    return None

@@ -75,6 +75,19 @@ def record(
     return tuple(rows.values())
 
 
+def check_on_dp(graph: Graph, layouts: tuple[OperatorLayout, ...], over_dp: Mapping[str, Strategy], dp: int) -> None:
+    """Raise InvalidPlan when the table says other than ``over_dp``, which follows from the graph, what dp does."""
+    by_name = {row.name: row for row in layouts}
+    for node in graph.nodes if dp > 1 else ():
+        row = by_name.get(node.name)
+        on_dp = over_dp[node.name].name if node.name in over_dp else MADE
+        if row is not None and row.dp != on_dp:
+            raise InvalidPlan(
+                f"the plan gives operator {node.name} ({node.op}) the strategy {row.dp!r} on dp; cutting the batch gives it "
+                f"{on_dp!r}. Undo the edit, or make the plan again with 'planner plan'."
+            )
+
+
 def recall(graph: Graph, layouts: tuple[OperatorLayout, ...], tp: int) -> tuple[dict[str, Strategy], dict[str, Pair]]:
     """Strategies on the tp axis by node name, and the pairs of leaves by leaf name. Raises InvalidPlan."""
     classes, values = node_classes(graph), graph.values

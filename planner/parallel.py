@@ -190,7 +190,10 @@ class Parallel:
     # --- looking ------------------------------------------------------------------------------------------------------
 
     def source(self, stage: int = 0) -> str:
-        """The Python text a stage runs."""
+        """The Python text a stage runs. Raises BadInput when there is no such stage."""
+        last = len(self.program.stages) - 1
+        if not 0 <= stage <= last:
+            raise BadInput(f"there is no stage {stage}: the plan has {last + 1} stages, 0 to {last}")
         return self.program.stages[stage].source
 
     def __str__(self) -> str:

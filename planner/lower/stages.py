@@ -19,7 +19,7 @@ from planner.ir.layout import REPLICATED, WHOLE, Pair
 from planner.ir.mesh import MICRO
 from planner.ir.plan import Plan
 from planner.ir.program import InputSpec, Program, StageProgram, StateSpec, TensorSpec
-from planner.layouts import recall
+from planner.layouts import check_on_dp, recall
 from planner.lower.text import SegmentText, StageText, stage_source
 from planner.segments import cut_into_segments, segment_label, segment_nodes
 from planner.shard import shard
@@ -37,6 +37,7 @@ def lower(graph: Graph, plan: Plan) -> Program:
         )
     mesh = plan.mesh
     split = split_batch(cut_into_segments(graph), mesh.dp, plan.micro_batches)
+    check_on_dp(split.graph, plan.layouts, split.dp, mesh.dp)
     chosen, leaves = recall(split.graph, plan.layouts, mesh.tp)
     sharded = shard(split.graph, "tp", mesh.tp, chosen, leaves)
     lowering = _Lowering(graph, sharded.graph, sharded.pairs, leaves, plan)
