@@ -28,6 +28,10 @@ and the step of the average stage splits into three parts that sum to it:
     bubble                  idle but for transfer wait, and waiting at the end for the slowest stage
     exposed communication   m (forward and backward communication) + transfer wait + G
     compute                 m (the rest of forward and backward) + U
+
+The step time is the longest path through the actions, ``critical_path``: a sum of times that counts how often the path
+runs a forward, a backward and a transfer of each stage. The same path exists whatever the stages take, so with other times
+its length is a lower bound on their step time.
 """
 
 from __future__ import annotations
@@ -36,8 +40,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.ir.plan import Estimate, StageEstimate
-from planner.ir.schedule import FORWARD, Action, StageOrder
-from planner.schedules import actions
+from planner.ir.schedule import BACKWARD, FORWARD, Action, StageOrder
+from planner.schedules import actions, in_flight
 
 StageTimes = tuple[float, float, float]
 
@@ -159,6 +163,83 @@ def _check_times(stage_times: Sequence[StageTimes]) -> None:
     for stage, times in enumerate(stage_times):
         if not all(0 <= seconds < float("inf") for seconds in times):
             raise ValueError(f"stage {stage} has times {times}; they must be finite and not negative")
+
+
+@dataclass(frozen=True)
+class Path:
+    """A chain of actions that wait for each other: how many forwards, backwards and transfers of each stage it holds.
+
+    It ends with what stage ``last`` does once a step.
+    """
+
+    last: int
+    forwards: tuple[int, ...]
+    backwards: tuple[int, ...]
+    transfers: tuple[int, ...]
+
+    def part_s(self, stage: int, times: StageTimes, per_step_s: float) -> float:
+        """Its seconds on one stage; ``per_step_s``: gradient reduction and update of that stage."""
+        forward_s, backward_s, transfer_s = times
+        run_s = (
+            self.forwards[stage] * forward_s + self.backwards[stage] * backward_s + self.transfers[stage] * transfer_s
+        )
+        return run_s + (per_step_s if stage == self.last else 0.0)
+
+    def length_s(self, stage_times: Sequence[StageTimes], per_step_s: Sequence[float]) -> float:
+        """No step of these stages takes less."""
+        return sum(self.part_s(i, *both) for i, both in enumerate(zip(stage_times, per_step_s, strict=True)))
+
+
+def critical_path(
+    stage_times: Sequence[StageTimes], per_step_s: Sequence[float], schedule: str, micro_batches: int
+) -> Path:
+    """The path whose length is the step time of these stages."""
+    order = actions(schedule, len(stage_times), micro_batches)
+    run = _run(stage_times, order)
+    place = [{action: i for i, action in enumerate(stage_order)} for stage_order in order]
+    last = max(range(len(order)), key=lambda i: run.end_s[i] + per_step_s[i])
+    counts = {kind: [0] * len(order) for kind in (FORWARD, BACKWARD)}
+    transfers = [0] * len(order)
+    stage, i = last, len(order[last]) - 1
+    while True:
+        action = order[stage][i]
+        counts[action.kind][stage] += 1
+        if i:
+            before = order[stage][i - 1]
+            free = run.start_s[stage][i - 1] + stage_times[stage][0 if before.kind == FORWARD else 1]
+            if free == run.start_s[stage][i]:
+                i -= 1
+                continue
+        if action.kind == FORWARD and stage == 0:
+            return Path(last, tuple(counts[FORWARD]), tuple(counts[BACKWARD]), tuple(transfers))
+        source = stage - 1 if action.kind == FORWARD else stage + 1
+        transfers[min(source, stage)] += 1
+        stage, i = source, place[source][Action(source, action.kind, action.micro_batch)]
+
+
+def fill_and_drain_paths(schedule: str, stages: int, micro_batches: int) -> list[Path]:
+    """The paths that are often the longest. For each stage j, with w micro-batches in flight (planner.schedules):
+
+    sum_{i<j} (F_i + B_i + 2 t_i) + m (F_j + B_j) + G_0 + U_0               down to j, all its work, and back
+    sum_{i<j} (F_i + t_i) + m (F_j + B_j) + G_j + U_j                       the same, with j the last to finish
+    sum_i (F_i + B_i + 2 t_i) + (m-1) F_j + (m-w) B_j + G_0 + U_0           work at j, then to the last stage and back
+    sum_i (F_i + B_i + 2 t_i) + (m-w) F_j + (m-1) B_j + G_0 + U_0           to the last stage and back, then work at j
+    """
+    m = micro_batches
+    found = []
+    for j in range(stages):
+        above, below = (1,) * j, (0,) * (stages - j - 1)
+        once = (1,) * (stages - j - 1)
+        round_trip = (2,) * (stages - 1) + (0,)
+        some, most = m - in_flight(schedule, stages, m, j) + 1, (*above, m, *once)
+        work = (*above, m, *below)
+        found += [
+            Path(0, work, work, (*(2 * x for x in above), 0, *below)),
+            Path(j, work, (*(0 for _ in above), m, *below), (*above, 0, *below)),
+            Path(0, most, (*above, some, *once), round_trip),
+            Path(0, (*above, some, *once), most, round_trip),
+        ]
+    return found
 
 
 def gpipe_makespan_s(stage_times: Sequence[StageTimes], micro_batches: int) -> float:

@@ -2,24 +2,27 @@
 
 The objective is ``planner.simulate.estimate_step``. For a stage s holding segments [i, j) the number of micro-batches in
 flight is known, so the fastest recomputation that fits is known too (frontier.py); a slower one never helps, because an
-event simulation with a longer backward never ends earlier. What is left is where to cut. With t = F + B of a stage for one
-micro-batch, transfers r, gradient reduction G and update U a step, m micro-batches:
+event simulation with a longer backward never ends earlier. What is left is where to cut. The step time of a split is its
+longest path, and any path is a lower bound for any split (planner.simulate.critical_path), so
 
-    bound    max over j of  sum_{i<j} (t_i + 2 r_i) + m t_j + G_0 + U_0      (the first stage ends last of all)
-             max over j of  sum_{i<j} (F_i + r_i) + m t_j + G_j + U_j
+    minimise   T
 
-    one_interval      each stage holds one interval                         sum_ij y[s,i,j] = 1
-    contiguous        a stage begins where the one before ends              sum j y[s,i,j] = sum i y[s+1,i,j]
-    bounds            the objective is at least every term of the bound
+    one_interval      each stage holds one interval                   sum_ij y[s,i,j] = 1
+    contiguous        a stage begins where the one before ends        sum_i y[s,i,e] = sum_j y[s+1,e,j]        for each e
+    paths             T >= sum_s (f F_s + b B_s + r transfer_s) + (G + U)_last       for each path, F_s = sum_ij F[i,j] y[s,i,j]
 
-The search starts from an even split, which already rules out most intervals. The program minimises the bound; its answer is
-simulated; the split is excluded and the program solved again for a bound below the best simulated time, until there is
-none: then the best is proven. Times are integers, a 2^40th of the scale, rounded down. Where the frontier is not exact, t
-holds the least extra time instead of the one found, and the bound remains one.
+There are too many paths to list. The program starts with the likely ones (fill_and_drain_paths) and solves; the split it
+finds is simulated and its critical path added; and again, until the program's T is no less than the best simulated time,
+which is then proven. The search starts from an even split, improved by single moves of its cuts, which already rules out
+most intervals. Times are integers, a
+2^36th of the time of that split, rounded down.
+
+Where the frontier is not exact, B is taken with the least extra time instead of the one found, and T remains a bound.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -30,11 +33,13 @@ from ortools.sat.python import cp_model
 from planner.ir.plan import Estimate
 from planner.schedules import in_flight
 from planner.segment_cost import SegmentCost, stage_estimate
-from planner.simulate import estimate_step
+from planner.simulate import Path, StageTimes, critical_path, estimate_step, fill_and_drain_paths
 from planner.solve.frontier import Frontier, Label
 
-UNITS = 2**40
-MOST_ROUNDS = 40
+UNITS = 2**36
+MOST_ROUNDS = 200
+# What CP-SAT may do for one call, in its own unit, about a second each: a limit that cuts every run at the same place.
+MOST_WORK = 20.0
 # A bound this close to what was found proves it.
 RELATIVE_TOLERANCE = 1e-9
 
@@ -73,6 +78,10 @@ class _Interval:
     transfer_s: float
     per_step_s: float
 
+    @property
+    def times(self) -> StageTimes:
+        return self.forward_s, self.total_s - self.forward_s, self.transfer_s
+
 
 def choose_stages(
     segments: Sequence[SegmentCost],
@@ -88,7 +97,8 @@ def choose_stages(
     """The fastest contiguous split into ``pp`` stages that fits ``memory_limit_bytes``.
 
     ``upper_bound_s``: stop once no split can be faster than this; the best seen comes back. ``deadline``: a value of
-    time.monotonic() after which the best so far comes back, with its bound. Needs 1 <= pp <= number of segments.
+    time.monotonic() after which the best so far comes back, with its bound; so it does after MOST_WORK. Needs
+    1 <= pp <= number of segments.
     """
     if not 1 <= pp <= len(segments):
         raise ValueError(f"{len(segments)} segments cannot make {pp} stages")
@@ -184,6 +194,22 @@ class _Problem:
             best = reached
         return best[len(self.segments)][1]
 
+    def improve(self, start: StageChoice) -> StageChoice:
+        """Move one cut by one segment as long as a simulated step gets faster."""
+        number = [{(x.first, x.end): i for i, x in enumerate(row)} for row in self.intervals]
+        best, moved = start, True
+        while moved:
+            moved = False
+            for stage, step in itertools.product(range(self.pp - 1), (-1, 1)):
+                edges = [first for first, _ in best.stages] + [len(self.segments)]
+                edges[stage + 1] += step
+                picks = [row.get(edge) for row, edge in zip(number, itertools.pairwise(edges), strict=True)]
+                if None not in picks:
+                    choice = self.evaluate([pick for pick in picks if pick is not None])
+                    if choice.estimate.step_time_s < best.estimate.step_time_s * (1 - RELATIVE_TOLERANCE):
+                        best, moved = choice, True
+        return best
+
     def least_before_s(self) -> list[dict[int, float]]:
         """For each stage: segment -> the least sum of t + 2 r of the stages before it, when it begins there."""
         rows: list[dict[int, float]] = [{0: 0.0}]
@@ -197,38 +223,46 @@ class _Problem:
         return rows
 
     def candidates(self, stage: int, before_s: dict[int, float], below_s: float) -> list[int]:
-        """The intervals of ``stage`` with which the first bound can stay below ``below_s``."""
+        """The intervals of ``stage`` with which a step can take less than ``below_s``."""
         return [
             i
             for i, x in enumerate(self.intervals[stage])
-            if x.first in before_s and before_s[x.first] + self.m * x.total_s < below_s
+            if x.first in before_s
+            and before_s[x.first] + self.m * x.total_s < below_s
+            and self.m * x.total_s + x.per_step_s < below_s
         ]
 
+    def path(self, picks: Sequence[int]) -> Path:
+        chosen = [self.intervals[stage][i] for stage, i in enumerate(picks)]
+        return critical_path([x.times for x in chosen], [x.per_step_s for x in chosen], self.schedule, self.m)
+
     def solve(self, upper_bound_s: float, deadline: float | None, seed: int) -> StageChoice:
-        best = self.evaluate(self.even_split())
-        bound = 0.0
+        best = self.improve(self.evaluate(self.even_split()))
         before = self.least_before_s()
         below = min(upper_bound_s, best.estimate.step_time_s)
-        allowed = [self.candidates(stage, before[stage], below) for stage in range(self.pp)]
-        program = _Program(self, allowed, seed)
-        for number in range(MOST_ROUNDS):
-            # A split that was tried is left out of later bounds; that is right only if its own time is known exactly.
-            binds = self.frontier.exact or number == 0
+        bound = 0.0
+        program = _Program(
+            self, [self.candidates(stage, before[stage], below) for stage in range(self.pp)], below, seed
+        )
+        for path in fill_and_drain_paths(self.schedule, self.pp, self.m):
+            program.add_path(path)
+        for _ in range(MOST_ROUNDS):
             below = min(upper_bound_s, best.estimate.step_time_s)
             left = None if deadline is None else max(0.05, deadline - time.monotonic())
-            picks, found_bound, complete = program.next_split(below, left)
+            picks, found_bound = program.next_split(below, left)
+            bound = max(bound, found_bound)
             if picks is None:
-                bound = below if complete and binds else bound
                 break
-            bound = max(bound, found_bound) if binds else bound
             choice = self.evaluate(picks)
             if choice.estimate.step_time_s < best.estimate.step_time_s:
                 best = choice
-            if not complete or bound >= min(upper_bound_s, best.estimate.step_time_s) * (1 - 1e-12):
+            late = deadline is not None and time.monotonic() > deadline
+            if (
+                late
+                or met(bound, min(upper_bound_s, best.estimate.step_time_s))
+                or not program.add_path(self.path(picks))
+            ):
                 break
-            if deadline is not None and time.monotonic() > deadline:
-                break
-            program.exclude(picks)
         bound = min(bound, best.estimate.step_time_s)
         return replace(best, bound_s=bound, proven=met(bound, best.estimate.step_time_s))
 
@@ -239,21 +273,20 @@ def met(bound_s: float, found_s: float) -> bool:
 
 
 class _Program:
-    """The CP-SAT program of one problem; solved again and again with more excluded."""
+    """The CP-SAT program of one problem; solved again and again with more paths."""
 
-    def __init__(self, problem: _Problem, allowed: Sequence[Sequence[int]], seed: int) -> None:
+    def __init__(self, problem: _Problem, allowed: Sequence[Sequence[int]], below_s: float, seed: int) -> None:
         self.problem, self.allowed, self.seed = problem, allowed, seed
-        slowest = sum(max(x.total_s + 2 * x.transfer_s + x.per_step_s for x in row) for row in problem.intervals)
-        self.units_per_s = UNITS / (slowest * problem.m) if slowest else 1.0
+        self.units_per_s = UNITS / below_s if below_s else 1.0
         self.model = cp_model.CpModel()
         self.rows = [[problem.intervals[s][i] for i in numbers] for s, numbers in enumerate(allowed)]
         self.y = [[self.model.new_bool_var(f"y{s}_{i}") for i in numbers] for s, numbers in enumerate(allowed)]
         self._one_interval()
         self._contiguous()
-        self.objective = self.model.new_int_var(0, UNITS * 4, "bound")
-        self._bounds()
+        self.objective = self.model.new_int_var(0, UNITS, "T")
         self.model.minimize(self.objective)
-        self.excluded: list[tuple[int, ...]] = []
+        self.paths: set[Path] = set()
+        self.work = MOST_WORK
 
     def _units(self, seconds: float) -> int:
         return math.floor(seconds * self.units_per_s)
@@ -264,54 +297,52 @@ class _Program:
 
     def _contiguous(self) -> None:
         for stage in range(self.problem.pp - 1):
-            here, following = self.rows[stage], self.rows[stage + 1]
-            end = cp_model.LinearExpr.weighted_sum(self.y[stage], [x.end for x in here])
-            first = cp_model.LinearExpr.weighted_sum(self.y[stage + 1], [x.first for x in following])
-            self.model.add(end == first)
+            ending: dict[int, list[cp_model.IntVar]] = {}
+            beginning: dict[int, list[cp_model.IntVar]] = {}
+            for x, y in zip(self.rows[stage], self.y[stage], strict=True):
+                ending.setdefault(x.end, []).append(y)
+            for x, y in zip(self.rows[stage + 1], self.y[stage + 1], strict=True):
+                beginning.setdefault(x.first, []).append(y)
+            for cut in sorted({*ending, *beginning}):
+                self.model.add(sum(ending.get(cut, [])) == sum(beginning.get(cut, [])))
 
-    def _bounds(self) -> None:
-        m = self.problem.m
+    def add_path(self, path: Path) -> bool:
+        """T is at least the length of ``path``. False when the program holds it already."""
+        if path in self.paths:
+            return False
+        self.paths.add(path)
+        terms = [
+            self._units(path.part_s(stage, x.times, x.per_step_s)) * y
+            for stage, row in enumerate(self.rows)
+            for x, y in zip(row, self.y[stage], strict=True)
+        ]
+        self.model.add(self.objective >= sum(terms))
+        return True
 
-        def total(stage: int, figure: str) -> cp_model.LinearExpr:
-            row = self.rows[stage]
-            figures = {
-                "m": [m * x.total_s for x in row],
-                "round": [x.total_s + 2 * x.transfer_s for x in row],
-                "way": [x.forward_s + x.transfer_s for x in row],
-                "step": [x.per_step_s for x in row],
-            }[figure]
-            return cp_model.LinearExpr.weighted_sum(self.y[stage], [self._units(f) for f in figures])
-
-        before_round = before_way = cp_model.LinearExpr.sum([])
-        for stage in range(self.problem.pp):
-            work = total(stage, "m")
-            self.model.add(self.objective >= before_round + work + total(0, "step"))
-            self.model.add(self.objective >= before_way + work + total(stage, "step"))
-            before_round = before_round + total(stage, "round")
-            before_way = before_way + total(stage, "way")
-
-    def exclude(self, picks: Sequence[int]) -> None:
-        chosen = [self.y[stage][self.allowed[stage].index(i)] for stage, i in enumerate(picks)]
-        self.model.add_bool_or([y.negated() for y in chosen])
-
-    def next_split(self, below_s: float, time_limit_s: float | None) -> tuple[tuple[int, ...] | None, float, bool]:
-        """The split of least bound below ``below_s``: (picks or None, its proven bound in seconds, solved to the end)."""
+    def next_split(self, below_s: float, time_limit_s: float | None) -> tuple[tuple[int, ...] | None, float]:
+        """A split of least T below ``below_s``, or None, and a lower bound in seconds on the T of all of them."""
         if not all(self.rows):
-            return None, below_s, True
+            return None, below_s
+        if self.work <= 0:
+            return None, 0.0
         self.model.add(self.objective <= max(self._units(below_s) - 1, 0))
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = self.seed
         solver.parameters.catch_sigint_signal = False
+        # With coefficients above 2^32 the presolve of OR-Tools 9.15 calls some feasible programs infeasible.
+        solver.parameters.cp_model_presolve = False
+        solver.parameters.max_deterministic_time = self.work
         if time_limit_s is not None:
             solver.parameters.max_time_in_seconds = time_limit_s
         status = solver.solve(self.model)
+        self.work -= solver.response_proto.deterministic_time
         if status == cp_model.INFEASIBLE:
-            return None, below_s, True
+            return None, below_s
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            return None, 0.0, False
+            return None, 0.0
         picks = tuple(
             next(i for i, y in zip(numbers, row, strict=True) if solver.boolean_value(y))
             for numbers, row in zip(self.allowed, self.y, strict=True)
         )
-        return picks, solver.best_objective_bound / self.units_per_s, status == cp_model.OPTIMAL
+        return picks, solver.best_objective_bound / self.units_per_s
