@@ -228,10 +228,10 @@ def guess_target(model: torch.nn.Module, batch: Batch, loss_fn: Callable[..., An
                 return value
             return torch.empty(value.shape, dtype=value.dtype, device=value.device)
 
-        tensors = {name: fake(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
+        tensors = {name: fake(tensor) for name, tensor in _slots(model)}
         args, kwargs = pytree.tree_map(fake, (batch.args, dict(batch.kwargs)))
         try:
-            output = functional_call(model, tensors, args, kwargs)
+            output = functional_call(model, tensors, args, kwargs, tie_weights=False)
         except Exception as error:
             raise trace_failure(error) from error
         for like in [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)][:MOST_OUTPUTS]:
@@ -243,6 +243,17 @@ def guess_target(model: torch.nn.Module, batch: Batch, loss_fn: Callable[..., An
                 if isinstance(loss, torch.Tensor) and loss.numel() == 1:
                     return _real(shape, dtype, like.device)
     raise BadInput("cannot tell what target loss_fn takes: pass example_target=, one global batch of it")
+
+
+def _slots(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every place that holds a parameter or buffer, once: a module known by two names is one place."""
+    for prefix, module in model.named_modules():
+        own = (
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        )
+        for name, tensor in own:
+            yield f"{prefix}.{name}" if prefix else name, tensor
 
 
 def _real(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

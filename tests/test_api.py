@@ -337,6 +337,14 @@ def test_the_target_of_a_model_with_several_outputs() -> None:
     assert {spec.path: spec.shape for spec in made.program.inputs} == {"[1]['input_ids']": (8, 16), "[2]": (8, 16)}
 
 
+def test_trying_targets_leaves_a_module_known_by_two_names_alone() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model.append(model[0])
+    weight = model[0].weight
+    guess_target(model, Batch((torch.zeros(2, 4),), {}), F.mse_loss)
+    assert model[2].weight is model[0].weight is weight
+
+
 def test_a_target_that_cannot_be_found() -> None:
     def odd(output: Tensor, target: Any) -> Tensor:
         return ((output - target["wanted"]) ** 2).mean()
