@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
 from itertools import islice
 from pathlib import Path
 
@@ -11,7 +15,24 @@ import torch
 from examples import gpt, text
 from planner.models import load_model
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.mark.gloo
+def test_the_readmes_script_runs_as_it_stands(tmp_path: Path) -> None:
+    section = (ROOT / "README.md").read_text().partition("## In code\n")[2].partition("\n## ")[0]
+    block = section[: section.index("`example_inputs`")]
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(block))
+    cache = {"XDG_CACHE_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, **cache, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert done.stdout.startswith("Sequential on 4 x this machine (4 ranks)")
+    first, last = (float(loss) for loss in done.stdout.splitlines()[-1].removeprefix("loss ").split(" -> "))
+    assert last < first
 
 
 def test_text_reads_back_but_for_characters_outside_the_vocabulary() -> None:
