@@ -251,8 +251,10 @@ class _Program:
                 (source,), (target,) = sources, targets
                 cost = self._conversion_us(whole, source, target)
                 if cost and (source, target) not in paid:
-                    paid[source, target] = self.model.add_variable(lb=1.0, ub=1.0)
+                    paid[source, target] = self.model.add_variable(ub=1.0)
                     self._pay(paid[source, target], count * cost)
+                if cost:
+                    paid[source, target].lower_bound = 1.0
                 continue
             flows: dict[tuple[Pair, Pair], mathopt.Variable] = {}
             for source in sources:
