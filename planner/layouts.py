@@ -6,13 +6,13 @@ no row. ``record`` writes that table, ``recall`` reads it against a graph and re
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 
 from planner.errors import InvalidPlan
 from planner.ir.graph import Graph
 from planner.ir.layout import Pair
 from planner.ir.plan import OperatorLayout
-from planner.segments import node_classes, segment_kinds
+from planner.segments import node_classes
 from planner.shard import SHARED
 from planner.sharding_rules import Strategy, rule_of, strategies
 from planner.sharding_rules.cuts import find_cuts
@@ -44,9 +44,13 @@ def record(
     leaves: Mapping[str, Pair],
     dp: int,
     tp: int,
+    kinds: Sequence[int],
 ) -> tuple[OperatorLayout, ...]:
-    """The table of a plan: each class of operators and of weights once, in the order of the graph."""
-    classes, kinds = node_classes(graph), segment_kinds(graph)
+    """The table of a plan: each class of operators and of weights once, in the order of the graph.
+
+    ``kinds``: the kind each segment has in the plan. Cutting the batch may make equal segments differ.
+    """
+    classes = node_classes(graph)
     rows: dict[Hashable, OperatorLayout] = {}
     for node in graph.nodes:
         key = classes[node.name]

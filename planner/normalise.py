@@ -1,5 +1,6 @@
 """Graph passes that give every operator a form the rules can split.
 
+    without_empty      cat(x, y) -> y where x holds no element, as a cache of keys and values does before its first use
     split_means        a token mean (cross-entropy) -> sum over tokens / global count: averaging averages is wrong
     select_columns     x[arange(b), columns] -> columns selected in each row, which any share of the rows can do alone
     count_from_front   x[-4:] -> x[4:8]: a share of x has another end
@@ -24,6 +25,7 @@ MEAN, SUM = 1, 2
 
 def normalise(graph: Graph) -> Graph:
     for step in (
+        without_empty,
         split_means,
         select_columns,
         count_from_front,
@@ -46,6 +48,25 @@ def prune(graph: Graph) -> Graph:
             kept.append(node)
     leaves = tuple(leaf for leaf in graph.leaves if leaf.name in needed)
     return replace(graph, leaves=leaves, nodes=tuple(reversed(kept)))
+
+
+def without_empty(graph: Graph) -> Graph:
+    """Parts without elements leave ``cat``; one part alone needs no ``cat`` (unless it were cast by it)."""
+    renamed: dict[str, str] = {}
+    nodes = []
+    for node in graph.nodes:
+        args, kwargs = (map_refs(x, lambda name: Ref(renamed.get(name, name))) for x in (node.args, node.kwargs))
+        node = replace(node, args=args, kwargs=kwargs)
+        if node.op == "aten.cat.default" and node.output.numel:
+            parts = tuple(part for part in node.args[0] if graph.values[part.name].numel)
+            if all(graph.values[part.name].dtype == node.output.dtype for part in parts):
+                node = replace(node, args=(parts, *node.args[1:]))
+                if len(parts) == 1:
+                    renamed[node.name] = parts[0].name
+                    continue
+        nodes.append(node)
+    writes = tuple((buffer, renamed.get(value, value)) for buffer, value in graph.writes)
+    return replace(graph, nodes=tuple(nodes), loss=renamed.get(graph.loss, graph.loss), writes=writes)
 
 
 def split_means(graph: Graph) -> Graph:

@@ -138,9 +138,11 @@ def test_keywords_and_values_that_are_no_tensors() -> None:
     close(gradients, {name: p.grad for name, p in model.named_parameters()})
 
 
-def test_a_model_that_returns_its_loss_takes_dicts() -> None:
+@pytest.mark.parametrize(("strategy", "use_cache"), [("pp2", False), ("dp2", True), ("tp2", True)])
+def test_a_model_that_returns_its_loss_takes_dicts(strategy: str, use_cache: bool) -> None:
     case, reference = hf_gpt2(torch.float64), hf_gpt2(torch.float64)
-    with parallelize(case, strategy="pp2") as parallel:
+    case.model.config.use_cache = use_cache  # Hugging Face's default; the cache is empty in training
+    with parallelize(case, strategy=strategy) as parallel:
         losses = parallel.train([case.kwargs], adamw, 2)
         with pytest.raises(errors.BadInput, match="has a target, but the plan was made without loss_fn"):
             parallel.forward_backward(**case.kwargs, target=torch.zeros(8))
@@ -180,6 +182,33 @@ def test_batches_may_be_a_list_an_iterator_or_a_loader() -> None:
             parallel.train([], steps=5)
         with pytest.raises(errors.BadInput, match="the batch lacks positional input 0"):
             parallel.train(data[2:])
+
+
+class Coupled(nn.Module):
+    """Every block mixes the samples of the batch, so it runs whole; the first one is fed a share of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.cumsum(block(x), 0) / 8
+        return x
+
+
+@pytest.mark.parametrize("strategy", ["dp2", "tp2", "pp2"])
+def test_equal_layers_that_cutting_the_batch_makes_different(strategy: str) -> None:
+    torch.manual_seed(0)
+    model = Coupled().double()
+    x, y = torch.randn(8, 4).double(), torch.randn(8, 4).double()
+    case = Case(model, (x,), {}, y, F.mse_loss)
+    with parallelize(case, strategy=strategy) as parallel:
+        loss, gradients = parallel.forward_backward(x, target=y), parallel.gradients()
+    expected = case.loss()
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-12)
+    close(gradients, {name: p.grad for name, p in model.named_parameters()})
 
 
 def test_another_global_batch_than_the_examples() -> None:

@@ -182,7 +182,9 @@ class Evaluator:
             stages=tuple(stages),
             recompute=tuple(recompute),
             segments=self._segment_infos(),
-            layouts=record(split.graph, split.dp, letters.strategies, letters.leaves, mesh.dp, mesh.tp),
+            layouts=record(
+                split.graph, split.dp, letters.strategies, letters.leaves, mesh.dp, mesh.tp, self._kinds_of_folded()
+            ),
             global_batch=problem.graph.batch_size,
             cluster=problem.cluster.name,
             precision=problem.precision,
@@ -194,6 +196,11 @@ class Evaluator:
             notes=(*problem.graph.notes, *notes),
             seed=problem.seed,
         )
+
+    def _kinds_of_folded(self) -> tuple[int, ...]:
+        """The kind each segment of the folded graph has in the whole chain."""
+        kinds = dict(zip(self.folded.origin, segment_kinds(self.graph), strict=True))
+        return tuple(kinds[number] for number in sorted(kinds))
 
     def _segment_infos(self) -> tuple[SegmentInfo, ...]:
         values: Mapping[str, int] = {x.name: x.value.numel for x in self.graph.leaves if x.kind == "parameter"}
