@@ -189,9 +189,11 @@ class Coupled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.stem = nn.Linear(4, 4)
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.stem(x))
         for block in self.blocks:
             x = x + torch.cumsum(block(x), 0) / 8
         return x
