@@ -124,7 +124,9 @@ def plan_by_hand(evaluator: Evaluator, text: str) -> Plan:
             f"place on them; use at most pp{evaluator.segments}"
         )
     micro_batches, notes = _micro_batches(evaluator, picked)
-    schedule = picked.schedule or ("1f1b" if mesh.pp > 1 and micro_batches >= mesh.pp else "gpipe")
+    schedule = picked.schedule or ("1f1b" if micro_batches >= mesh.pp else "gpipe")
+    if mesh.pp == 1:
+        schedule = "1f1b"  # one stage runs each micro-batch forward and backward before the next
     if schedule == "1f1b" and micro_batches < mesh.pp:
         if picked.micro_batches is not None:
             raise BadInput(

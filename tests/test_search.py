@@ -3,24 +3,48 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import os
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from costmodels.hardware import Cluster, Device, Link
-from planner.errors import Infeasible
+from examples import gpt
+from planner.errors import Infeasible, OutOfTime
 from planner.ir.graph import Graph
-from planner.ir.plan import Estimate
+from planner.ir.layout import REPLICATED, WHOLE
+from planner.ir.mesh import Mesh
+from planner.ir.plan import Estimate, Plan
 from planner.ir.verify import verify_plan
 from planner.schedules import in_flight
 from planner.segment_cost import stage_estimate
-from planner.simulate import estimate_step
+from planner.segments import node_classes
+from planner.shard import SHARED
+from planner.sharding_rules import Strategy, rule_of, strategies
+from planner.sharding_rules.cuts import find_cuts
+from planner.simulate import estimate_step, lower_bound_s
+from planner.sizes import format_bytes
+from planner.solve import search as search_module
 from planner.solve.configuration import FAST, LEAN, Configuration, Evaluator, Problem
-from planner.solve.search import configurations, search
+from planner.solve.letters import Letters, whole_letters
+from planner.solve.search import configurations, pipeline_bound_s, search
+from planner.strategies import plan_by_hand
 from planner.trace import Batch, trace
+from tests.models import gpt_tied, mlp
+from tests.search_cases import AMPLE, every_choice, graph_of, traced
+from tests.search_cases import cluster as made_up
+from tests.search_cases import problem as made_problem
 
 GPUS, ROWS, WIDTH = 4, 8, 256
 
@@ -107,3 +131,275 @@ def test_ample_memory_and_a_large_batch_want_data_parallelism() -> None:
     plan = search(Problem("mlp", graph, cluster(1e12), "adamw", "float32", 10**9))
     assert plan.mesh.pp == 1 and plan.gap == 0.0
     assert plan.mesh.dp == GPUS or all(row.tp.startswith(("d", "b", "R")) for row in plan.layouts)
+
+
+# --- bounds -----------------------------------------------------------------------------------------------------------
+
+
+def any_letters(evaluator: Evaluator, configuration: Configuration, draw: random.Random) -> Letters:
+    """Random strategies on tp, equal for operators of one class, and leaves stored as a reader may ask."""
+    graph = evaluator.split(configuration.mesh.dp, configuration.micro_batches).graph
+    k, cuts, classes = configuration.mesh.tp, find_cuts(graph), node_classes(graph)
+    chosen: dict[object, Strategy] = {}
+    for node in graph.nodes:
+        found = strategies(rule_of(node, graph.values), node, graph.values, k, cuts[node.name])
+        if node.segment == SHARED:
+            found = tuple(s for s in found if s.name == "R")
+        chosen.setdefault(classes[node.name], draw.choice(found))
+    by_name = {node.name: chosen[classes[node.name]] for node in graph.nodes}
+    leaves = {}
+    for leaf in graph.leaves:
+        pairs = [WHOLE] if leaf.value.differentiable else [WHOLE.without_gradient()]
+        if leaf.kind == "parameter":
+            asked = (
+                pair
+                for node in graph.consumers[leaf.name]
+                for name, pair in zip(node.operands, by_name[node.name].operands, strict=True)
+                if name == leaf.name and (pair.is_shard or pair == REPLICATED)
+            )
+            pairs += sorted(set(asked), key=str)
+        leaves[leaf.name] = draw.choice(pairs)
+    return Letters(by_name, leaves, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("make", [mlp, gpt_tied])
+@pytest.mark.parametrize("kind", ["gpu", "cpu"])
+def test_the_bound_of_a_configuration_holds_for_any_strategies(make: Callable[..., object], kind: str) -> None:
+    """Not only for those the search looks at: random strategies, every split and recomputation, several limits."""
+    graph, draw = graph_of(make), random.Random(0)
+    on = made_up(4, kind=kind, gpus_per_node=2, launch_s=1e-8, latency_s=1e-7, flops_per_s=1e11)
+    ample = Evaluator(made_problem(graph, on))
+    compared = 0
+    space = list(configurations(4, graph.batch_size, ample.segments))
+    for configuration in draw.sample(space, 10):
+        costs = ample.costs(configuration, any_letters(ample, configuration, draw))
+        mesh, micro_batches, schedule = configuration.mesh, configuration.micro_batches, configuration.schedule
+        every = list(every_choice(costs, mesh.pp, micro_batches, schedule))
+        sizes = sorted(max(x.memory_bytes) for x in every)
+        for limit in (AMPLE, sizes[len(sizes) // 2], sizes[len(sizes) // 8], sizes[0]):
+            evaluator = Evaluator(made_problem(graph, on, limit))
+            work_s = evaluator.work_s(mesh.dp, micro_batches) + evaluator.forced_recomputation_s(configuration)
+            bound_s = pipeline_bound_s(work_s / mesh.tp, mesh.pp, micro_batches)
+            least_s = min(x.step_time_s for x in every if max(x.memory_bytes) <= limit)
+            assert bound_s <= least_s * (1 + 1e-9), (str(configuration), limit)
+            compared += 1
+    assert compared == 40
+
+
+@given(st.lists(st.floats(0.01, 10), min_size=1, max_size=6), st.integers(1, 12))
+def test_the_pipeline_bound_is_below_the_bound_of_any_split(times: list[float], micro_batches: int) -> None:
+    least_s = pipeline_bound_s(sum(times), len(times), micro_batches)
+    assert least_s <= lower_bound_s([(t, 0.0, 0.0) for t in times], micro_batches) * (1 + 1e-9)
+
+
+def test_the_pipeline_bound_is_reached() -> None:
+    """By stages that get shorter by 1 - 1/m each."""
+    times = [(0.75**i, 0.0, 0.0) for i in range(3)]
+    assert lower_bound_s(times, 4) == pytest.approx(pipeline_bound_s(1 + 0.75 + 0.75**2, 3, 4))
+    assert pipeline_bound_s(6.0, 1, 5) == 30.0
+    assert pipeline_bound_s(6.0, 3, 1) == 6.0
+
+
+# --- the record -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit_bytes", (10**9, 3_000_000))
+def test_every_configuration_is_in_the_record_once(limit_bytes: int) -> None:
+    problem = Problem("mlp", small_graph(), cluster(1e10), "adamw", "float32", limit_bytes)
+    plan = search(problem)
+    names = [item.configuration for item in plan.searched]
+    segments = len(plan.segments)
+    assert sorted(names) == sorted(str(c) for c in configurations(GPUS, ROWS, segments))
+    assert plan.gap <= 1e-9
+    assert [item.outcome for item in plan.searched].count("best") == 1
+    assert plan.searched[0].outcome == "best" and plan.searched[0].objective_s == plan.objective_s
+    for item in plan.searched:
+        assert item.outcome != "open"
+        if item.outcome == "pruned":
+            assert item.bound_s >= plan.objective_s * (1 - 1e-9)
+        if item.outcome == "solved":
+            assert item.objective_s is not None and item.objective_s >= plan.objective_s * (1 - 1e-9)
+        if item.outcome == "infeasible":
+            assert "too much on stage" in item.reason
+
+
+def test_the_space() -> None:
+    found = list(configurations(4, 8, 3))
+    assert len(set(found)) == len(found)
+    assert {str(c.mesh) for c in found} == {"tp4", "dp2.tp2", "dp4", "pp2.tp2", "pp2.dp2"}  # 3 segments: no pp4
+    assert {c.micro_batches for c in found if c.mesh.dp == 2} == {1, 2, 4}
+    for c in found:
+        assert c.zero == 0 or c.mesh.dp > 1
+        assert c.schedule == "gpipe" or c.micro_batches >= c.mesh.pp
+        assert c.mesh.pp > 1 or c.schedule == "1f1b"
+    assert list(configurations(1, 3, 1)) == [Configuration(Mesh(), m, 0, "1f1b") for m in (1, 3)]
+    assert not list(configurations(1, 8, 0))
+
+
+def test_on_one_stage_more_micro_batches_need_less_memory() -> None:
+    """They run one after the other, forward and backward, as the runtime does."""
+    evaluator = Evaluator(Problem("mlp", small_graph(), cluster(1e10), "adamw", "float32", 10**9))
+    peaks = []
+    for configuration in (c for c in configurations(GPUS, ROWS, evaluator.segments) if str(c.mesh) == "tp4"):
+        letters = whole_letters(evaluator.split(1, configuration.micro_batches).graph)
+        plan = evaluator.build_plan(configuration, letters, ((0, 4),), (False,) * 4, "x")
+        peaks.append(plan.estimate.stages[0].memory.activations_bytes)
+    assert peaks == [peaks[0], peaks[0] // 2, peaks[0] // 4, peaks[0] // 8]
+
+
+# --- limits of time ---------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A clock that moves by one second each time it is read."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def test_when_time_runs_out_the_best_so_far_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem("mlp", small_graph(), cluster(1e10), "adamw", "float32", 3_000_000)
+    whole = search(problem)
+    outcomes = set()
+    for seconds in (0, 1, 4, 8, 16, 32, 64, 10_000):
+        monkeypatch.setattr(search_module, "time", Clock())
+        try:
+            plan = search(problem, time_limit_s=seconds)
+        except OutOfTime as error:
+            assert "time_limit" in str(error)
+            outcomes.add("none")
+            continue
+        verify_plan(plan, problem.graph)
+        assert len(plan.searched) == len(whole.searched)
+        assert plan.bound_s <= whole.objective_s * (1 + 1e-9)
+        assert plan.objective_s >= whole.objective_s * (1 - 1e-9)
+        outcomes.add("open" if plan.gap > 1e-9 else "proven")
+        assert any(item.outcome == "open" for item in plan.searched) or plan.gap <= 1e-9
+    assert outcomes == {"none", "open", "proven"}
+
+
+def test_an_interrupt_gives_the_best_so_far_or_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem("mlp", small_graph(), cluster(1e10), "adamw", "float32", 10**9)
+    whole, real, calls = search(problem), Evaluator.costs, itertools.count()
+
+    def interrupted_at(number: int) -> Callable[..., object]:
+        def costs(self: Evaluator, *arguments: object) -> object:
+            if next(calls) == number:
+                raise KeyboardInterrupt
+            return real(self, *arguments)  # type: ignore[arg-type]
+
+        return costs
+
+    monkeypatch.setattr(Evaluator, "costs", interrupted_at(0))
+    with pytest.raises(KeyboardInterrupt):
+        search(problem)
+    calls = itertools.count()
+    monkeypatch.setattr(Evaluator, "costs", interrupted_at(12))
+    plan = search(problem)
+    verify_plan(plan, problem.graph)
+    assert any(item.outcome == "open" for item in plan.searched)
+    assert plan.bound_s <= whole.objective_s <= plan.objective_s
+
+
+def test_progress_counts_up() -> None:
+    problem = Problem("mlp", small_graph(), cluster(1e10), "adamw", "float32", 10**9)
+    seen: list[tuple[int, int]] = []
+    plan = search(problem, progress=lambda what, done, total: seen.append((done, total)))
+    assert seen and seen == sorted(seen) and {total for _, total in seen} == {len(plan.searched)}
+
+
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+def test_the_missing_bytes_and_the_devices_that_would_do() -> None:
+    limit = 700_000
+    problem = Problem("mlp", small_graph(), cluster(1e10), "adamw", "float32", limit)
+    evaluator = Evaluator(problem)
+    peaks = [
+        estimate.peak_memory_bytes
+        for configuration in configurations(GPUS, ROWS, evaluator.segments)
+        for estimate in every_plan(evaluator, configuration)
+    ]
+    with pytest.raises(Infeasible) as refused:
+        search(problem)
+    message = str(refused.value)
+    assert f"is {format_bytes(min(peaks) - limit)} over" in message
+    found = re.search(r"What would fit: (\d+) devices \((.*)\), a smaller batch", message)
+    assert found is not None
+    larger = replace(problem, cluster=problem.cluster.with_gpus(int(found[1])))
+    assert search(larger).configuration == found[2]
+    with pytest.raises(Infeasible):
+        search(replace(problem, cluster=problem.cluster.with_gpus(int(found[1]) // 2)), suggest=False)
+
+
+def test_hopeless_memory_says_what_else_to_do() -> None:
+    graph = traced(nn.Linear(8, 8), torch.empty(1, 8), target=torch.empty(1, 8), loss_fn=F.mse_loss)
+    with pytest.raises(Infeasible, match="A smaller batch, a lower precision or devices with more memory are needed"):
+        search(made_problem(graph, made_up(2), 100))
+
+
+# --- byte for byte ----------------------------------------------------------------------------------------------------
+
+
+def gpt_plan() -> Plan:
+    tokens = torch.zeros(8, 16, dtype=torch.int64)
+    graph = traced(gpt.GPT(96, 16, 32, 3, 4), tokens, target=tokens, loss_fn=gpt.loss_fn)
+    return search(made_problem(graph, made_up(4, kind="cpu"), 300_000))
+
+
+def test_another_process_writes_the_same_bytes() -> None:
+    """With other hashes of texts, and so another order of every set."""
+    own = hash("meshwright")
+    seed = next(s for s in ("1", "2") if s != os.environ.get("PYTHONHASHSEED"))
+    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    script = "from tests.test_search import gpt_plan; print(hash('meshwright'), gpt_plan().to_json())"
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    other, text = done.stdout.split(" ", 1)
+    assert int(other) != own
+    plan = gpt_plan()
+    assert text == plan.to_json() + "\n"
+    assert plan.searched and plan.estimate.fits
+
+
+# --- known answers ----------------------------------------------------------------------------------------------------
+
+
+def test_a_gpt_with_fast_links_and_much_memory_is_data_parallel() -> None:
+    on = made_up(4, flops_per_s=1e11, link_bytes_per_s=1e12, latency_s=1e-7, launch_s=1e-7)
+    plan = search(made_problem(graph_of(gpt_tied), on))
+    assert (plan.mesh, plan.gap) == (Mesh(dp=4), 0.0)
+    assert plan.micro_batches == 1 and not any(plan.recompute)
+
+
+@pytest.mark.parametrize("link_bytes_per_s", [1e12, 1e8])
+def test_little_memory_shards_the_weights(link_bytes_per_s: float) -> None:
+    """Weights, gradients and moments are four times the weights; the limit holds less than that on one device."""
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
+    graph = traced(model, torch.empty(8, 256), target=torch.empty(8, 256), loss_fn=F.mse_loss)
+    states = 4 * 4 * 256 * 256 * 4
+    plan = search(made_problem(graph, made_up(4, link_bytes_per_s=link_bytes_per_s), states // 2))
+    held = plan.estimate.stages[0].memory
+    assert plan.zero == 3 or plan.mesh.pp > 1 or plan.mesh.tp > 1
+    assert held.weights_bytes + held.gradients_bytes + held.optimizer_bytes <= states // 2
+    ample = search(made_problem(graph, made_up(4, link_bytes_per_s=link_bytes_per_s)))
+    assert ample.objective_s <= plan.objective_s
+
+
+def test_one_row_gains_nothing_from_stages() -> None:
+    """A batch of one has one micro-batch: stages take turns, and a step is no faster than on one device."""
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    graph = traced(model, torch.empty(1, 512), target=torch.empty(1, 512), loss_fn=F.mse_loss)
+    on = made_up(4, flops_per_s=1e9, link_bytes_per_s=1e12, latency_s=1e-8, launch_s=1e-8)
+    problem = made_problem(graph, on)
+    alone = search(replace(problem, cluster=on.with_gpus(1)))
+    plan = search(problem)
+    assert plan.mesh == Mesh(tp=4)
+    assert plan.objective_s < 0.3 * alone.objective_s
+    piped = plan_by_hand(Evaluator(problem), "pp4")
+    work = alone.estimate.stages[0]
+    assert piped.objective_s >= work.forward_s + work.backward_s
+    assert piped.estimate.bubble_s > 0.5 * piped.objective_s

@@ -66,9 +66,8 @@ def configurations(gpus: int, batch: int, segments: int) -> Iterator[Configurati
                 continue
             mesh = Mesh(pp, dp, gpus // pp // dp)
             for micro_batches in divisors(batch // dp):
-                schedules = ["gpipe"]
-                if pp > 1 and micro_batches >= pp:
-                    schedules = ["1f1b", "gpipe"]
+                # One stage runs each micro-batch forward and backward before the next: 1f1b with one in flight.
+                schedules = ["1f1b"] if pp == 1 else ["1f1b", "gpipe"] if micro_batches >= pp else ["gpipe"]
                 for schedule in schedules:
                     for zero in (0, 3) if dp > 1 else (0,):
                         yield Configuration(mesh, micro_batches, zero, schedule)
