@@ -23,6 +23,7 @@ from planner.errors import BadInput
 from planner.ir.program import InputSpec, spoken
 from planner.trace import Batch
 from planner.trace_failure import quietly, trace_failure
+from planner.trace_guards import attributes_kept
 
 EXAMPLE_ATTRIBUTES = ("example_input_array", "dummy_inputs", "example_inputs")
 DEFAULT_ROWS = 8
@@ -220,7 +221,8 @@ def guess_target(model: torch.nn.Module, batch: Batch, loss_fn: Callable[..., An
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.func import functional_call
 
-    with quietly(), warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    with quietly(), warnings.catch_warnings(), attributes_kept(model), fakes:
         warnings.simplefilter("ignore")  # of a loss given targets that do not fit
 
         def fake(value: Any) -> Any:

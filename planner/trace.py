@@ -22,6 +22,7 @@ from planner.errors import BadInput, TraceError
 from planner.ir.graph import Argument, Graph, Leaf, Node, Ref, Symbol, Value
 from planner.normalise import normalise
 from planner.trace_failure import ModelRaised, quietly, refuse_unknown_shapes, trace_failure
+from planner.trace_guards import attributes_kept, refuse_hooks, refuse_unseen_writes, watched
 
 SKIPPED_OPS = {"aten._assert_tensor_metadata.default", "aten._assert_scalar.default"}
 # A functional graph needs no copies: ``clone`` only fixed strides, and views are emitted as reshapes.
@@ -55,19 +56,23 @@ class Traced:
 class _Step(torch.nn.Module):
     """What is traced: the model and its loss."""
 
-    def __init__(self, model: torch.nn.Module, loss_fn: Callable[..., torch.Tensor] | None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, loss_fn: Callable[..., torch.Tensor] | None, tell: Callable[[str], None]
+    ) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
+        self.tell = tell
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> torch.Tensor:
         try:
-            output = self.model(*args, **kwargs)
-            if self.loss_fn is not None:
-                loss = self.loss_fn(output) if target is None else self.loss_fn(output, target)
-            else:
-                loss = find_loss(output)
-        except BadInput:
+            with watched(self.model, self.tell):
+                output = self.model(*args, **kwargs)
+                if self.loss_fn is not None:
+                    loss = self.loss_fn(output) if target is None else self.loss_fn(output, target)
+                else:
+                    loss = find_loss(output)
+        except (BadInput, TraceError):
             raise
         except Exception as error:  # under a name of ours: torch prints the graph so far for some of its own
             raise ModelRaised from error
@@ -104,11 +109,15 @@ def trace(
 
     Raises TraceError naming the place when the model cannot be traced, BadInput when the loss is not one number.
     """
-    _refuse_hooks(model)
+    refuse_hooks(model)
     arguments = pytree.tree_map(_stand_in, (batch.args, dict(batch.kwargs), batch.target))
-    exported = _export(_Step(model, loss_fn), arguments)
+    notes: list[str] = []
+    step = _Step(model, loss_fn, notes.append)
+    with attributes_kept(model):
+        exported = _export(step, arguments)
     size = global_batch or batch_size(arguments)
-    return _to_graph(model, exported, arguments, size)
+    traced = _to_graph(model, exported, arguments, size)
+    return replace(traced, graph=replace(traced.graph, notes=tuple(dict.fromkeys(notes))))
 
 
 def _stand_in(value: Any) -> Any:
@@ -124,20 +133,12 @@ def batch_size(arguments: Any) -> int:
     raise BadInput("the example batch holds no tensor with a batch dim; pass example_inputs=(tensor, ...)")
 
 
-def _refuse_hooks(model: torch.nn.Module) -> None:
-    for name, module in model.named_modules():
-        for kind in ("_backward_hooks", "_backward_pre_hooks"):
-            if getattr(module, kind, None):
-                raise TraceError(
-                    f"module {name or 'model'!r} has a backward hook, which tracing would drop; remove it before planning"
-                )
-
-
 def _export(step: _Step, arguments: tuple[Any, ...]) -> torch.export.ExportedProgram:
     try:
         with quietly():
             exported = torch.export.export(step, arguments, strict=False)
             refuse_unknown_shapes(exported.graph)
+            refuse_unseen_writes(exported)
             _detach_no_grad_regions(exported)
             return exported if _is_functional(exported.graph) else exported.run_decompositions({})
     except (BadInput, TraceError):
@@ -199,7 +200,11 @@ def _to_graph(
             written = next((x for x in leaves.values() if x.target == _strip(spec.target)), None)
             if written is None or written.kind != "buffer":
                 raise TraceError(f"the model writes into its input {spec.target!r}; return the new value instead")
-            writes.append((written.name, reader.names[result.name]))
+            writes.append((written.name, reader.detached(reader.names[result.name])))
+        elif spec.kind.name == "PARAMETER_MUTATION":
+            raise TraceError(
+                f"the model writes into its parameter {_strip(spec.target)!r} in forward; do that between steps"
+            )
     unique = tuple(dict.fromkeys(leaves.values()))
     graph = normalise(Graph(unique, tuple(reader.nodes), loss, tuple(writes), size))
     if not graph.values[loss].differentiable:
@@ -365,6 +370,16 @@ class _Reader:
         ]
         self.values.update((v.name, v) for v in outputs)
         self.nodes.append(Node(op, args, tuple(outputs), kwargs, module))
+
+    def detached(self, name: str) -> str:
+        """The value called ``name`` without a gradient: a buffer keeps none."""
+        value = self.values[name]
+        if not value.differentiable:
+            return name
+        result = replace(value, name=self.unique(f"{name}_detached"), differentiable=False)
+        self.values[result.name] = result
+        self.nodes.append(Node("aten.detach.default", (Ref(name),), (result,)))
+        return result.name
 
     def broadcast(self, fx_node: torch.fx.Node) -> None:
         """Each result is its tensor, expanded where its shape differs."""

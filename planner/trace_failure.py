@@ -39,6 +39,7 @@ def quietly() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
+            warnings.filterwarnings("ignore", message=".*assigned during export")
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
@@ -77,17 +78,26 @@ def refuse_unknown_shapes(graph: torch.fx.Graph) -> None:
             if isinstance(result, torch.SymInt | torch.SymFloat | torch.SymBool) or (
                 isinstance(result, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in result.shape)
             ):
-                raise depends_on_values(_place_in_text(str(node.meta.get("stack_trace") or "")))
+                raise depends_on_values(place_in_text(str(node.meta.get("stack_trace") or "")))
+
+
+def place_here() -> str:
+    """The line of the model's own code that is running."""
+    for frame in reversed(traceback.extract_stack()):
+        if _is_theirs(frame.filename):
+            return _at(frame.filename, frame.lineno or 0, frame.name, frame.line or "")
+    return ""
 
 
 def _place(error: BaseException) -> str:
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if _is_theirs(frame.filename):
             return _at(frame.filename, frame.lineno or 0, frame.name, frame.line or "")
-    return _place_in_text(str(error))
+    return place_in_text(str(error))
 
 
-def _place_in_text(text: str) -> str:
+def place_in_text(text: str) -> str:
+    """The last line of the model's own code in a text with frames, as node.meta['stack_trace'] holds."""
     for match in reversed(list(_FRAME.finditer(text))):
         if _is_theirs(match["file"]):
             line = linecache.getline(match["file"], int(match["line"])).strip()

@@ -1,0 +1,138 @@
+"""What torch.export would drop without a word, found while the model runs: kept where it can be, refused by name where not.
+
+refused    backward hooks of modules, parameters and tensors; custom ``autograd.Function``s (their backward is code of
+           its own); inference_mode; detach_() in place
+kept       a new tensor assigned to a buffer, as a write into the buffer
+told       numbers a module counts in forward: a plan holds those of the first call
+restored   the model's attributes
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from planner.errors import TraceError
+from planner.trace_failure import place_here, place_in_text
+
+PLAIN = (bool, int, float, str)
+
+
+def refuse_hooks(model: torch.nn.Module) -> None:
+    """Raises TraceError naming the first module or parameter with a hook that runs in backward."""
+    for name, module in model.named_modules():
+        if module._backward_hooks or getattr(module, "_backward_pre_hooks", None):
+            raise TraceError(
+                f"module {name or 'model'!r} has a backward hook, which tracing would drop; remove it before planning"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise TraceError(
+                f"parameter {name!r} has a hook, which would not run on the ranks; remove it before planning"
+            )
+
+
+@contextmanager
+def attributes_kept(model: torch.nn.Module) -> Iterator[None]:
+    """What forward keeps on its modules is gone afterwards: it would be stand-ins."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            now = vars(module)
+            for name in [name for name in now if name not in attributes]:
+                del now[name]
+            now.update({name: value for name, value in attributes.items() if now.get(name) is not value})
+
+
+@contextmanager
+def watched(model: torch.nn.Module, tell: Callable[[str], None]) -> Iterator[None]:
+    """Around one call of ``model``: raises TraceError for what would be lost, tells what is fixed."""
+    buffers = [(name, module, dict(module._buffers)) for name, module in model.named_modules()]
+    plain = [(name, module, _plain(module)) for name, module in model.named_modules()]
+    with _no_functions(), _Watch():
+        yield
+    for prefix, module, before in buffers:
+        for name, buffer in before.items():
+            new = module._buffers.get(name)
+            if buffer is not None and new is not buffer:
+                _write(f"{prefix}.{name}".lstrip("."), buffer, new)
+                module._buffers[name] = buffer
+    for name, module, values in plain:
+        for attribute in sorted(k for k, v in _plain(module).items() if values.get(k, v) != v):
+            tell(
+                f"{name or 'the model'} changes its attribute {attribute!r} in forward; the plan keeps what the first call "
+                "made of it"
+            )
+
+
+def refuse_unseen_writes(exported: torch.export.ExportedProgram) -> None:
+    """Raises TraceError for a write under ``no_grad`` into anything but a buffer: autograd does not see it, a plan would."""
+    buffers = set(exported.graph_signature.inputs_to_buffers)
+    for region in exported.graph.nodes:
+        if region.target is not torch.ops.higher_order.wrap_with_set_grad_enabled or region.args[0] is not False:
+            continue
+        inner = getattr(exported.graph_module, region.args[1].target).graph
+        placeholders = [node for node in inner.nodes if node.op == "placeholder"]
+        outside = dict(zip(placeholders, region.args[2:], strict=True))
+        for node in inner.nodes:
+            mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+            if mutable and node.args[0] in outside and outside[node.args[0]].name not in buffers:
+                raise TraceError(
+                    "a tensor with a gradient is written in place under no_grad; write a new tensor, or do it between steps"
+                    f"{place_in_text(str(node.meta.get('stack_trace') or ''))}"
+                )
+
+
+def _plain(module: torch.nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, PLAIN)}
+
+
+def _write(name: str, buffer: torch.Tensor, new: torch.Tensor | None) -> None:
+    if new is None or new.shape != buffer.shape or new.dtype != buffer.dtype:
+        now = "nothing" if new is None else f"{new.dtype} {list(new.shape)}"
+        raise TraceError(
+            f"forward turns buffer {name!r} from {buffer.dtype} {list(buffer.shape)} into {now}; keep its shape and dtype"
+        )
+    with torch.no_grad():
+        buffer.copy_(new)
+
+
+class _Watch(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.register_hook:
+            raise TraceError(f"a tensor gets a hook, which tracing would drop; take it out of the model{place_here()}")
+        if function is torch.Tensor.detach_:
+            raise TraceError(f"detach_() in place is not kept when tracing; write x = x.detach(){place_here()}")
+        if torch.is_inference_mode_enabled():
+            raise TraceError(f"inference_mode is not kept when tracing; write torch.no_grad(){place_here()}")
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _no_functions() -> Iterator[None]:
+    """``autograd.Function.apply`` refuses, on this thread."""
+    function: Any = torch.autograd.Function
+    original, thread = vars(function)["apply"], threading.get_ident()
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return original.__get__(None, cls)(*args, **kwargs)
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            raise TraceError(f"reentrant checkpoints are not kept when tracing; pass use_reentrant=False{place_here()}")
+        raise TraceError(
+            f"the backward of autograd.Function {cls.__qualname__} is code that a plan cannot hold; use operators whose "
+            f"gradient torch knows{place_here()}"
+        )
+
+    function.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        function.apply = original

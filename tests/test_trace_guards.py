@@ -1,0 +1,146 @@
+"""What torch.export drops without a word is kept, told, or refused with its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from planner.errors import TraceError
+from planner.trace import Batch, Traced, trace
+
+
+class Model(nn.Module):
+    """Two layers with ``between`` in the middle."""
+
+    def __init__(self, between: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.between = nn.Linear(4, 4), nn.Linear(4, 4), between
+        self.count, self.kept = 0, None
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.between(self, self.first(x))).sum()
+
+
+def traced(between: Callable[[Any, Tensor], Tensor]) -> Traced:
+    return trace(Model(between), Batch((torch.randn(8, 4),), {}))
+
+
+class Triple(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 3 * gradient
+
+
+def with_hook(model: Any, x: Tensor) -> Tensor:
+    x.register_hook(lambda gradient: 2 * gradient)
+    return x
+
+
+def in_inference_mode(model: Any, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return x * 2
+
+
+def detached_in_place(model: Any, x: Tensor) -> Tensor:
+    return (2 * x).detach_()
+
+
+def by_checkpoint(model: Any, x: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(torch.relu, x, use_reentrant=True)
+
+
+def clamped_unseen(model: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        x.clamp_(-1, 1)
+    return x
+
+
+def clamped_weight(model: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        model.last.weight.clamp_(-1, 1)
+    return x
+
+
+def shorter_buffer(model: Any, x: Tensor) -> Tensor:
+    model.average = torch.zeros(3)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("between", "words"),
+    [
+        (lambda model, x: Triple.apply(x), "autograd.Function Triple is code that a plan cannot hold"),
+        (with_hook, "a tensor gets a hook"),
+        (in_inference_mode, "inference_mode is not kept"),
+        (detached_in_place, r"detach_\(\) in place is not kept"),
+        (by_checkpoint, "pass use_reentrant=False"),
+        (clamped_unseen, "written in place under no_grad"),
+        (clamped_weight, "written in place under no_grad"),
+    ],
+)
+def test_refused_with_its_place(between: Callable[[Any, Tensor], Tensor], words: str) -> None:
+    apply = torch.autograd.Function.apply
+    with pytest.raises(TraceError, match=words) as caught:
+        traced(between)
+    assert f"{Path(__file__).name}:" in str(caught.value)
+    assert torch.autograd.Function.apply == apply
+    assert Triple.apply(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+def test_a_buffer_that_changes_its_shape() -> None:
+    with pytest.raises(TraceError, match=r"turns buffer 'average' from torch.float32 \[4\] into torch.float32 \[3\]"):
+        traced(shorter_buffer)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_parameter(kind: str) -> None:
+    model = Model(lambda model, x: x)
+    getattr(model.first.weight, kind)(lambda _: None)
+    with pytest.raises(TraceError, match="parameter 'first.weight' has a hook"):
+        trace(model, Batch((torch.randn(8, 4),), {}))
+
+
+def assigned(model: Any, x: Tensor) -> Tensor:
+    model.average = 0.9 * model.average + 0.1 * x.mean(0)
+    return x - model.average
+
+
+def updated(model: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        model.average.mul_(0.9).add_(0.1 * x.mean(0))
+    return x - model.average
+
+
+@pytest.mark.parametrize("between", [assigned, updated])
+def test_a_buffer_made_anew_is_written_and_keeps_no_gradient(between: Callable[[Any, Tensor], Tensor]) -> None:
+    graph = traced(between).graph
+    ((buffer, value),) = graph.writes
+    assert graph.leaf_by_name[buffer].target == "average"
+    assert not graph.values[value].differentiable
+
+
+def test_what_forward_counts_or_keeps_is_told_and_put_back() -> None:
+    def counting(model: Any, x: Tensor) -> Tensor:
+        model.count += 1
+        model.kept = x
+        model.more = x
+        return x * model.count
+
+    model = Model(counting)
+    found = trace(model, Batch((torch.randn(8, 4),), {}))
+    assert found.graph.notes == (
+        "the model changes its attribute 'count' in forward; the plan keeps what the first call made of it",
+    )
+    assert (model.count, model.kept, hasattr(model, "more")) == (0, None, False)
+    assert traced(lambda model, x: x).graph.notes == ()
