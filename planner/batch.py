@@ -129,17 +129,23 @@ def _demanded(node: Node, options: tuple[Strategy, ...], demands: Mapping[str, s
 def _check_time(graph: Graph) -> None:
     """Refuse what cannot be done between micro-batches, naming the operator.
 
-    A sum can be made before the first of them when it depends on inputs alone. Every result of a micro-batch has to be
-    made from its own samples: one that is padded to the whole batch stands for rows at other places.
+    A sum can be made before the first of them when it depends on inputs alone and on no other such sum. Every result of a
+    micro-batch has to be made from its own samples: one that is padded to the whole batch stands for rows at other places.
     """
     weighted = main_nodes(graph)
+    summed: set[str] = set()
     for node in graph.nodes:
         if node.op != "convert" or node.args[1] != MICRO:
+            if any(name in summed for name in node.operands):
+                summed.update(value.name for value in node.outputs)
             continue
         source, target = (Pair.parse(text.strip()) for text in str(node.args[2]).split("->"))
         forward, backward = conversion(source, target)
-        if forward == "all_reduce" and node.name not in weighted:
+        if forward == "all_reduce" and node.name not in weighted and node.operands[0] not in summed:
+            summed.add(node.name)
             continue
+        if node.operands[0] in summed:
+            summed.add(node.name)
         if forward in (*COMMUNICATING, "pad") or backward in COMMUNICATING:
             reader = _reader(graph, node)
             raise BadInput(

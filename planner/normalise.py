@@ -1,5 +1,6 @@
 """Graph passes that give every operator a form the rules can split.
 
+    one_spelling       operators that torch knows under several names, under one (planner.spellings)
     without_empty      cat(x, y) -> y where x holds no element, as a cache of keys and values does before its first use
     split_means        a token mean (cross-entropy) -> sum over tokens / global count: averaging averages is wrong
     select_columns     x[arange(b), columns] -> columns selected in each row, which any share of the rows can do alone
@@ -19,12 +20,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.ir.graph import Argument, Graph, Node, Ref, Symbol, Value, map_refs
+from planner.spellings import one_spelling
 
 MEAN, SUM = 1, 2
 
 
 def normalise(graph: Graph) -> Graph:
     for step in (
+        one_spelling,
         without_empty,
         split_means,
         select_columns,

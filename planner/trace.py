@@ -33,6 +33,8 @@ WRITES_UNSEEN = frozenset(
     {"batch_norm", "instance_norm", "feature_dropout", "alpha_dropout", "rrelu", "native_batch_norm"}
 )
 CASTS = frozenset({"to", "type_as"})
+# A tensor of the code that is not the model's own is written into the graph, up to this size.
+MOST_CONSTANT_ELEMENTS = 4096
 DROPPED_KEYWORDS = {"pin_memory", "layout", "non_blocking"}
 
 
@@ -186,6 +188,10 @@ def _to_graph(
     reader = _Reader({leaf.name: leaf.value for leaf in leaves.values()})
     for placeholder, leaf in leaves.items():
         reader.names[placeholder] = leaf.name
+    for spec in exported.graph_signature.input_specs:
+        if spec.arg.name not in leaves and spec.kind.name == "CONSTANT_TENSOR":
+            name = identifier(_strip(spec.target).replace("lifted_tensor", "constant"))
+            reader.names[spec.arg.name] = reader.constant(name, exported.constants[spec.target or ""])
     for fx_node in exported.graph.nodes:
         if fx_node.op == "call_function":
             reader.read(fx_node)
@@ -255,7 +261,8 @@ def _leaves(
         elif kind == "BUFFER" or (kind == "CONSTANT_TENSOR" and target in buffers):
             leaves[placeholder] = Leaf("buffer", target, _value(unique(identifier(target)), fake, False))
         elif kind == "CONSTANT_TENSOR":
-            leaves[placeholder] = Leaf("constant", target, _value(unique(identifier(target)), fake, False))
+            if _is_attribute(model, target) or exported.constants[spec.target or ""].is_meta:
+                leaves[placeholder] = Leaf("constant", target, _value(unique(identifier(target)), fake, False))
         elif kind == "USER_INPUT":
             path, _ = next(user_inputs)
             if not isinstance(fake, torch.Tensor):
@@ -381,6 +388,19 @@ class _Reader:
         self.nodes.append(Node("aten.detach.default", (Ref(name),), (result,)))
         return result.name
 
+    def constant(self, name: str, tensor: torch.Tensor) -> str:
+        """A tensor the code made or found, such as class weights known to loss_fn: its numbers, in the graph."""
+        if tensor.numel() > MOST_CONSTANT_ELEMENTS:
+            raise TraceError(
+                f"the model or loss_fn uses a tensor of shape {list(tensor.shape)} that is no parameter, buffer or input; "
+                "register it as a buffer of the model"
+            )
+        value = _value(self.unique(name), tensor, False)
+        self.values[value.name] = value
+        options = (("dtype", Symbol(str(tensor.dtype))), ("device", Symbol("device")))
+        self.nodes.append(Node("tensor", (self.argument(tensor.tolist()),), (value,), options))
+        return value.name
+
     def broadcast(self, fx_node: torch.fx.Node) -> None:
         """Each result is its tensor, expanded where its shape differs."""
         parts: dict[int, str] = {}
@@ -450,6 +470,13 @@ def _module_path(fx_node: torch.fx.Node) -> str:
     stack = fx_node.meta.get("nn_module_stack") or {}
     path = str(list(stack.values())[-1][0]) if stack else ""
     return _strip(path) if path != "model" else ""
+
+
+def _is_attribute(model: torch.nn.Module, target: str) -> bool:
+    owner: Any = model
+    for part in target.split("."):
+        owner = getattr(owner, part, None)
+    return isinstance(owner, torch.Tensor)
 
 
 def tensors_by_target(model: torch.nn.Module, targets: Iterable[str]) -> dict[str, torch.Tensor]:

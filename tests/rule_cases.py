@@ -327,11 +327,6 @@ def views() -> dict[str, Case]:
         left, right = x[..., :4], x[..., 4:]
         return torch.cat((-right, left), -1)
 
-    def write_part(x: Tensor) -> Tensor:
-        y = x * 2
-        y[:, 1:3] += 1
-        return y
-
     return {
         "view_merge": Case("view", "v0 v1 v2", lambda x: x.view(32, 8), (x,)),
         "view_split": Case("view", "v0 v1 v2 v3", lambda x: x.view(8, 4, 2, 4), (x,)),
@@ -372,7 +367,7 @@ def views() -> dict[str, Case]:
         "split_uneven": Case("split", "d0", lambda x: x.split(10, -1), (fused,)),
         "split_sizes": Case("split_with_sizes", "d0 r", lambda x: x.split([8, 8, 8], -1), (fused,)),
         "split_sizes_uneven": Case("split_with_sizes", "d0", lambda x: x.split([16, 4, 4], -1), (fused,)),
-        "chunk": Case("split", "d0 r", lambda x: x.chunk(3, 1), (fused,)),
+        "chunk": Case("split_with_sizes", "d0 r", lambda x: x.chunk(3, 1), (fused,)),
         "cat": Case("cat", "r d1", lambda x, y: torch.cat((x, y)), two),
         "cat_last": Case("cat", "d0 r", lambda x, y: torch.cat((x, y), -1), two),
         "cat_itself": Case("cat", "d0 r", lambda x: torch.cat((x, x), -1), (_r(8, 4),)),
@@ -412,7 +407,6 @@ def views() -> dict[str, Case]:
         ),
         "slice_scatter": Case("slice_scatter", "d0 d2", lambda w, v: w.slice_scatter(v, 1, 1, 3), (x, _r(8, 2, 8))),
         "select_scatter": Case("select_scatter", "d0 d2", lambda w, v: w.select_scatter(v, 1, 2), (x, _r(8, 8))),
-        "write_part": Case("slice_scatter", "d0 d2", write_part, (x,)),
         "complex": Case(
             "view_as_complex",
             "d0 d1",
@@ -426,4 +420,68 @@ def views() -> dict[str, Case]:
         "unfold": Case("unfold", "d0 d1", lambda x: x.unfold(-1, 4, 2), (x,)),
         "diagonal": Case("diagonal", "d0", lambda x: x.diagonal(dim1=1, dim2=2), (x,)),
         "head_transpose": Case("view", "v0 v1 v2 v3", lambda x: x.transpose(1, 2).reshape(4, 8, 32), (heads,)),
+    }
+
+
+def writes() -> dict[str, Case]:
+    """Functions that write in place: tracing takes them apart into operators that do not."""
+
+    def write_part(x: Tensor) -> Tensor:
+        y = x * 2
+        y[:, 1:3] += 1
+        return y
+
+    def write_row(x: Tensor) -> Tensor:
+        y = x * 2
+        y[:, 0] = y[:, 1, :1]
+        return y
+
+    def write_dtype(x: Tensor) -> Tensor:
+        y = x.float()
+        y[:, 0] = x[:, 1]
+        return y
+
+    x = _r(8, 4, 8)
+    return {
+        "write_part": Case("slice_scatter", "d0 d2", write_part, (x,)),
+        "write_row": Case("select_scatter", "d0 d2", write_row, (x,)),
+        "write_dtype": Case("select_scatter", "d0 d2", write_dtype, (x,)),
+        "constant": Case("mul", "d1 d2 d3", lambda x: x * torch.tensor([1.0, -2.0, 3.0, 0.5] * 2).double(), (x,)),
+        "add_in_place": Case("add", "d1 d2 d3", lambda x: (x * 2).add_(1), (x,)),
+        "relu_in_place": Case("relu", "d1 d2 d3", lambda x: F.relu(x * 2, inplace=True), (x,)),
+    }
+
+
+def spellings() -> dict[str, Case]:
+    """Other names of operators that have a rule."""
+    x, y = _r(8, 4, 8), _r(8, 4, 8)
+    whole, last = "d0 d1 d2", "d0 d1"
+    return {
+        "mT": Case("permute", whole, lambda x: x.mT, (x,)),
+        "T": Case("permute", "d0 d1", lambda x: x.T, (_r(8, 4),)),
+        "adjoint": Case("permute", whole, lambda x: x.adjoint(), (x,)),
+        "swapaxes": Case("permute", whole, lambda x: x.swapaxes(0, -1), (x,)),
+        "movedim_pair": Case("permute", whole, lambda x: x.movedim((0, 1), (-1, 0)), (x,)),
+        "ravel": Case("view", "v0 v1 v2", lambda x: x.ravel(), (x,)),
+        "view_as": Case("view", "v0 v1 v2", lambda x, y: x.view_as(y) * y, (x, _r(32, 8))),
+        "broadcast_to": Case("expand", "d1 d0", lambda x: x.broadcast_to(4, 8), (_r(8),)),
+        "narrow": Case("slice", "d0 d1 r", lambda x: x.narrow(-1, 4, 4), (x,)),
+        "narrow_from_end": Case("slice", "d0 d1 r", lambda x: x.narrow(2, -4, 4), (x,)),
+        "tensor_split": Case("split_with_sizes", "d0 d1", lambda x: x.tensor_split((2, 4), -1), (x,)),
+        "chunk_uneven": Case("split_with_sizes", "d0 d1", lambda x: x.chunk(3, -1), (x,)),
+        "hsplit": Case("split_with_sizes", "d0 d2 r", lambda x: x.hsplit(2), (x,)),
+        "vsplit": Case("split_with_sizes", "r d1 d2", lambda x: x.vsplit(2), (x,)),
+        "dsplit": Case("split_with_sizes", "d0 d1 r", lambda x: x.dsplit(2), (x,)),
+        "concat": Case("cat", "d0 d1 r", lambda x, y: torch.concat((x, y), -1), (x, y)),
+        "vstack": Case("cat", "r d1 d2", lambda x, y: torch.vstack((x, y)), (x, y)),
+        "hstack": Case("cat", "d0 r d2", lambda x, y: torch.hstack((x, y)), (x, y)),
+        "dstack": Case("cat", "d0 d1 r", lambda x, y: torch.dstack((x, y)), (x, y)),
+        "take_along": Case("gather", "d0 d1", lambda x: x.take_along_dim(x.argmax(-1, True), -1), (x,)),
+        "clip": Case("clip", "d1 d2 d3", lambda x: x.clip(-0.5, 0.5), (x,)),
+        "greater": Case("greater", "d1 d2 d3", lambda x, y: torch.greater(x, y) * x, (x, y)),
+        "norm_all": Case("linalg_vector_norm", "", lambda x: x.norm(), (x,)),
+        "norm_dim": Case("linalg_vector_norm", last, lambda x: torch.norm(x, p=3, dim=-1), (x,)),
+        "pixel_unshuffle": Case("pixel_unshuffle", "b1 c", lambda x: F.pixel_unshuffle(x, 2), (_r(4, 8, 4, 4),)),
+        "real": Case("real", "d1 d2", lambda x: torch.view_as_complex(x).real, (_r(8, 4, 2),)),
+        "median": Case("median", last, lambda x: x.median(-1)[0], (x,)),
     }

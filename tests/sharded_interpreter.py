@@ -163,6 +163,7 @@ OWN: Mapping[str, Callable[..., Any]] = {
     "cross_entropy_sum": _cross_entropy_sum,
     "cross_entropy_count": _cross_entropy_count,
     "batch_norm": _batch_norm,
+    "tensor": torch.tensor,
     "dropout": _dropout,
     "attention_with_dropout": _attention,
     "aten.view.default": lambda x, shape: x.reshape(shape),

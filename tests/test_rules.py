@@ -29,6 +29,8 @@ FAMILIES = {
     "losses": rule_cases.losses,
     "elementwise": rule_cases.elementwise,
     "views": rule_cases.views,
+    "writes": rule_cases.writes,
+    "spellings": rule_cases.spellings,
 }
 TOLERANCE = 1e-12
 

@@ -114,8 +114,13 @@ class _Lowering:
         source, classes = stage_source(text)
         used = {name for node in (*preamble, *segments) for name in node.operands}
         inputs = [leaf.name for leaf in self.local.leaves_of("input") if leaf.name in used]
-        if "rng" in source.split("class Stage(StageModule)")[1]:
-            inputs.append("rng")
+        before, forward = source.split("class Stage(StageModule)")[1].split("    def forward(")
+        inputs += ["rng"] if "rng" in forward else []
+        counted = [
+            leaf.name
+            for leaf in self.local.leaves_of("input")
+            if any(leaf.name in n.operands for n in (*prologue, *counts))
+        ]
         return StageProgram(
             index=index,
             source=source,
@@ -124,11 +129,7 @@ class _Lowering:
             receives=tuple(self._spec(c) for c in receives),
             sends=tuple(self._spec(c) for c in sends) if not last else (self._spec(_Crossing(self.local.loss, WHOLE)),),
             inputs=tuple(inputs),
-            prologue_inputs=tuple(
-                leaf.name
-                for leaf in self.local.leaves_of("input")
-                if any(leaf.name in n.operands for n in (*prologue, *counts))
-            ),
+            prologue_inputs=(*counted, *(["rng"] if "rng" in before else [])),
             counts=tuple(TensorSpec(n.name, n.output.shape, n.output.dtype, False) for n in counts),
         )
 

@@ -274,10 +274,11 @@ def _prologue(stage: StageText) -> list[str]:
     for name in inputs:
         scope.names[name] = name
         scope.taken.add(name)
-    lines = [f"    def prologue({', '.join(['self', *inputs])}):"]
-    lines += [f"        {_statement(node, scope, stage.micro_batches, '0')}" for node in stage.prologue]
+    body = [f"        {_statement(node, scope, stage.micro_batches, '0')}" for node in stage.prologue]
     returned = "".join(f"{scope(node.operands[0])}, " for node in stage.counts).strip()
-    return [*lines, f"        return ({returned})", ""]
+    inputs += ["rng"] if any("rng" in line for line in body) else []
+    head = f"    def prologue({', '.join(['self', *inputs])}):"
+    return [head, *body, f"        return ({returned})", ""]
 
 
 def _calls(stage: StageText, chosen: list[_Class], scope: _Scope) -> list[str]:

@@ -24,7 +24,7 @@ _RULES: tuple[tuple[RuleOf, str], ...] = (
     (contractions.mm, "mm"),
     (contractions.bmm, "bmm"),
     (contractions.matmul, "matmul"),
-    (contractions.vectors, "mv dot outer"),
+    (contractions.vectors, "mv dot vdot outer"),
     (contractions.einsum, "einsum"),
     (contractions.embedding, "embedding"),
     (contractions.attention, "scaled_dot_product_attention attention_with_dropout"),
@@ -48,8 +48,8 @@ _RULES: tuple[tuple[RuleOf, str], ...] = (
     (partial(reductions.reduction, kind="mean"), "mean"),
     (
         partial(reductions.reduction, kind="whole"),
-        "amax amin max min argmax argmin all any prod std var std_mean var_mean logsumexp linalg_vector_norm "
-        "linalg_norm",
+        "amax amin max min argmax argmin all any prod std var std_mean var_mean logsumexp nanmean norm median "
+        "linalg_vector_norm linalg_norm",
     ),
     (
         reductions.along,
@@ -63,9 +63,11 @@ _RULES: tuple[tuple[RuleOf, str], ...] = (
     (
         reductions.pooling,
         "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
-        "adaptive_avg_pool3d adaptive_max_pool2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d",
+        "adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d upsample_nearest1d "
+        "upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d "
+        "upsample_trilinear3d",
     ),
-    (reductions.pixel_shuffle, "pixel_shuffle"),
+    (reductions.pixel_shuffle, "pixel_shuffle pixel_unshuffle"),
     (losses.pointwise_loss, " ".join(losses.LOSS_REDUCTION_ARGUMENT)),
     (losses.cross_entropy_sum, "cross_entropy_sum"),
     (losses.cross_entropy_count, "cross_entropy_count"),

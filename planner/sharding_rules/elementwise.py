@@ -11,18 +11,20 @@ from planner.ir.graph import Node, Ref, Value
 from planner.sharding_rules.rule import Dim, Dims, Rule
 
 UNARY = frozenset(
-    "abs acos acosh asin asinh atan atanh bitwise_not ceil celu clamp clamp_max clamp_min cos cosh deg2rad elu erf "
-    "erfc erfinv exp exp2 expm1 floor frac full_like gelu hardshrink hardsigmoid hardswish hardtanh isfinite isinf "
-    "isnan leaky_relu lgamma log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num ones_like pow "
-    "reciprocal relu relu6 round rsqrt selu sgn sigmoid sign silu sin sinc sinh softplus softshrink softsign sqrt "
-    "square tan tanh threshold trunc zeros_like".split()
+    "abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil celu "
+    "clamp clamp_max clamp_min clip cos cosh deg2rad elu erf erfc erfinv exp exp2 expm1 fix float_power floor frac "
+    "full_like gelu hardshrink hardsigmoid hardswish hardtanh imag isfinite isinf isnan leaky_relu lgamma log log10 "
+    "log1p log2 log_sigmoid logical_not logit mish nan_to_num ones_like pow reciprocal relu relu6 round rsqrt selu "
+    "sgn sigmoid sign silu sin sinc sinh softplus softshrink softsign sqrt square tan tanh tanhshrink threshold trunc "
+    "zeros_like".split()
 )
 BINARY = frozenset(
-    "__and__ __iand__ __ior__ __or__ __xor__ addcdiv addcmul atan2 bitwise_and bitwise_left_shift bitwise_or "
-    "bitwise_right_shift bitwise_xor copysign eq floor_divide fmax fmin fmod ge gt heaviside hypot le lerp logaddexp "
-    "logical_and logical_or logical_xor lt masked_fill maximum minimum ne remainder xlogy".split()
+    "__and__ __iand__ __ior__ __or__ __xor__ addcdiv addcmul arctan2 atan2 bitwise_and bitwise_left_shift bitwise_or "
+    "bitwise_right_shift bitwise_xor copysign eq floor_divide fmax fmin fmod ge greater greater_equal gt heaviside "
+    "hypot le lerp less less_equal logaddexp logical_and logical_or logical_xor lt masked_fill maximum minimum ne "
+    "not_equal remainder xlogy".split()
 )
-LINEAR_UNARY = frozenset("neg _to_copy to detach dropout negative positive type_as".split())
+LINEAR_UNARY = frozenset("neg _to_copy to detach dropout negative positive real type_as".split())
 ADDITIONS = frozenset("add sub rsub subtract".split())
 PRODUCTS = frozenset("mul multiply".split())
 QUOTIENTS = frozenset("div divide true_divide".split())

@@ -10,7 +10,7 @@ from planner.sharding_rules.elementwise import broadcast_dims
 from planner.sharding_rules.rule import Dim, Rule, Special, option
 
 # Where the reduced dims stand among the arguments, when not second.
-DIMS_ARGUMENT = {"roll": 2, "linalg_vector_norm": 2, "linalg_norm": 2}
+DIMS_ARGUMENT = {"roll": 2, "linalg_vector_norm": 2, "linalg_norm": 2, "norm": 2}
 
 
 def _dims(node: Node, rank: int) -> tuple[int, ...]:
@@ -143,10 +143,16 @@ def pooling(node: Node, values: Mapping[str, Value]) -> Rule | None:
 
 
 def pixel_shuffle(node: Node, values: Mapping[str, Value]) -> Rule:
-    """pixel_shuffle(x [b.., (c r r), h, w], r) -> [b.., c, (h r), (w r)]: leading dims and channels are free."""
-    shape, out = values[node.operands[0]].shape, node.output.shape
+    """pixel_shuffle(x [b.., (c r r), h, w], r) -> [b.., c, (h r), (w r)]: leading dims and channels are free.
+
+    pixel_unshuffle is its inverse.
+    """
+    ends = values[node.operands[0]].shape, node.output.shape
+    shape, out = ends if ends[0][-3] > ends[1][-3] else ends[::-1]
     lead = tuple((f"b{i}",) for i in range(len(shape) - 3, 0, -1))
     sizes = dict(zip((dim[0] for dim in lead), shape, strict=False))
     sizes |= {"c": out[-3], "r": shape[-3] // out[-3], "h": shape[-2], "w": shape[-1], "x": out[-2], "y": out[-1]}
     inside, result = (*lead, ("c", "r"), ("h",), ("w",)), (*lead, ("c",), ("x",), ("y",))
+    if ends[0] is not shape:
+        inside, result = result, inside
     return Rule((inside,), (result,), sizes, frozenset("rhwxy"), linear=(frozenset({0}),))
