@@ -314,8 +314,7 @@ def share_equal(graph: Graph) -> Graph:
             args=map_refs(node.args, lambda name: Ref(same.get(name, name))),
             kwargs=map_refs(node.kwargs, lambda name: Ref(same.get(name, name))),
         )
-        is_random = any(word in node.op for word in ("rand", "dropout", "bernoulli"))
-        if node.output.differentiable or is_random:
+        if node.output.differentiable or node.is_random:
             nodes.append(node)
             continue
         known = first.setdefault((node.op, repr(node.args), repr(node.kwargs)), node)

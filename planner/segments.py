@@ -25,8 +25,6 @@ import networkx as nx
 from planner.ir.graph import Argument, Graph, Leaf, Node, Ref
 from planner.shard import SHARED
 
-RANDOM_OPS = frozenset({"dropout", "attention_with_dropout"})
-
 
 def main_nodes(graph: Graph) -> frozenset[str]:
     """Names of the nodes that depend on a parameter, write a buffer, or are random."""
@@ -34,9 +32,8 @@ def main_nodes(graph: Graph) -> frozenset[str]:
     written = {value for _, value in graph.writes}
     found = set()
     for node in graph.nodes:
-        is_random = node.op in RANDOM_OPS or "rand" in node.op or "bernoulli" in node.op
         writes = any(value.name in written for value in node.outputs)
-        if is_random or writes or any(name in main for name in node.operands):
+        if node.is_random or writes or any(name in main for name in node.operands):
             found.add(node.name)
             main.update(value.name for value in node.outputs)
     return frozenset(found)

@@ -18,10 +18,7 @@ def one_spelling(graph: Graph) -> Graph:
 
 
 def _spelled(node: Node, graph: Graph) -> Node:
-    parts = node.op.split(".")
-    if len(parts) < 2:
-        return node
-    change = SPELLINGS.get(parts[1])
+    change = SPELLINGS.get(node.base)
     return node if change is None else change(node, graph)
 
 

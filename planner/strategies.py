@@ -23,7 +23,7 @@ from planner.ir.graph import Node
 from planner.ir.mesh import Mesh
 from planner.ir.plan import SCHEDULES, Plan
 from planner.segment_cost import SegmentCost
-from planner.sharding_rules import Strategy, base_name
+from planner.sharding_rules import Strategy
 from planner.solve.configuration import FAST, Configuration, Evaluator
 from planner.solve.search import divisors
 
@@ -171,7 +171,7 @@ def megatron(node: Node, strategy: Strategy) -> bool:
 
     Shoeybi and others, Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism, 2019.
     """
-    letters = WEIGHT_LETTERS.get(base_name(node.op))
+    letters = WEIGHT_LETTERS.get(node.base)
     return letters is None or (strategy.letter != "" and strategy.letter in letters)
 
 

@@ -395,6 +395,12 @@ class _Reader:
                 f"the model or loss_fn uses a tensor of shape {list(tensor.shape)} that is no parameter, buffer or input; "
                 "register it as a buffer of the model"
             )
+        if tensor.is_complex():
+            parts = self.constant(f"{name}_parts", torch.view_as_real(tensor.resolve_conj()))
+            value = _value(self.unique(name), tensor, False)
+            self.values[value.name] = value
+            self.nodes.append(Node("aten.view_as_complex.default", (Ref(parts),), (value,)))
+            return value.name
         value = _value(self.unique(name), tensor, False)
         self.values[value.name] = value
         options = (("dtype", Symbol(str(tensor.dtype))), ("device", Symbol("device")))
@@ -434,6 +440,8 @@ class _Reader:
             return Symbol("device")
         if value is None or isinstance(value, bool | int | float | str):
             return value
+        if isinstance(value, complex):
+            return Symbol(repr(value))
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise TraceError("the model's shapes depend on the values of its input; give it fixed shapes")
         raise TraceError(f"an operator takes an argument of type {type(value).__name__}, which is not supported")

@@ -122,7 +122,8 @@ def _no_functions() -> Iterator[None]:
     original, thread = vars(function)["apply"], threading.get_ident()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread:
+        registered = cls.__module__ == "torch._library.autograd"  # the gradient of a custom operator, which stays one call
+        if threading.get_ident() != thread or registered:
             return original.__get__(None, cls)(*args, **kwargs)
         if cls is torch.utils.checkpoint.CheckpointFunction:
             raise TraceError(f"reentrant checkpoints are not kept when tracing; pass use_reentrant=False{place_here()}")

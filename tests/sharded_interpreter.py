@@ -126,7 +126,7 @@ def _resolve(argument: Argument, tensor: Callable[[str], Tensor]) -> Any:
     if isinstance(argument, Ref):
         return tensor(argument.name)
     if isinstance(argument, Symbol):
-        return _torch_constant(argument.name)
+        return complex(argument.name) if argument.name.endswith(("j", "j)")) else _torch_constant(argument.name)
     if isinstance(argument, tuple):
         return [_resolve(item, tensor) for item in argument]
     return argument

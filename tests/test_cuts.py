@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from planner.ir.graph import Graph, Leaf, Node, Ref, Value
 from planner.ir.layout import WHOLE, Pair, shard
 from planner.shard import shard as shard_graph
-from planner.sharding_rules import Strategy, base_name, rule_of, strategies
+from planner.sharding_rules import Strategy, rule_of, strategies
 from planner.sharding_rules.cuts import MOST_CUTS, find_cuts
 from planner.trace import Batch
 from tests.models import seeded
@@ -78,7 +78,7 @@ def graph_of(module: nn.Module) -> Traced:
 
 
 def node_of(graph: Graph, op: str, index: int = 0) -> Node:
-    return [node for node in graph.nodes if base_name(node.op) == op][index]
+    return [node for node in graph.nodes if node.base == op][index]
 
 
 def cuts_of(graph: Graph, op: str, letter: str, index: int = 0) -> set[int]:

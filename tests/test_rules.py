@@ -16,7 +16,7 @@ from planner.ir.graph import Graph, Leaf, Node, Ref, Value
 from planner.ir.layout import PARTIAL, REPLICATED, WHOLE, Pair, shard
 from planner.normalise import count_from_front
 from planner.shard import shard as shard_graph
-from planner.sharding_rules import Rule, Special, Strategy, base_name, has_rule, rule_of, strategies, unknown_rule
+from planner.sharding_rules import Rule, Special, Strategy, has_rule, rule_of, strategies, unknown_rule
 from planner.trace import Batch
 from tests import rule_cases
 from tests.models import seeded
@@ -85,13 +85,13 @@ def check_node(traced: Traced, node: Node, k: int, rule: Rule | None = None) -> 
 
 
 def nodes_of(case: Case, graph: Graph) -> list[Node]:
-    return [node for node in graph.nodes if base_name(node.op) == case.op]
+    return [node for node in graph.nodes if node.base == case.op]
 
 
 def around(case: Case, graph: Graph) -> list[Node]:
     """The nodes a case is for: all but those that sum its results up."""
     summing = {"aten.mul.Tensor", "aten.sum.default", "aten.add.Tensor"}
-    return [node for node in graph.nodes if node.op not in summing or base_name(node.op) == case.op]
+    return [node for node in graph.nodes if node.op not in summing or node.base == case.op]
 
 
 @pytest.mark.parametrize("k", [2, 4])
@@ -363,5 +363,5 @@ def test_ranks_that_differ_are_no_replica() -> None:
 def test_an_operator_without_a_rule_runs_whole() -> None:
     case, traced = cases("contractions")["bilinear"], graphs("contractions")["bilinear"]
     (node,) = nodes_of(case, traced.graph)
-    assert not has_rule(node.op)
+    assert not has_rule(node)
     assert [s.name for s in strategies(rule_of(node, traced.graph.values), node, traced.graph.values, 2)] == ["R", "RP"]

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from planner.errors import BadInput, TraceError
+from planner.ir.graph import RANDOM, RECURRENT
 from planner.segments import cut_into_segments, segment_kinds, segment_label, segment_nodes
+from planner.sharding_rules import has_rule, rule_of, unknown_rule
 from planner.trace import Batch, Traced, trace
 from tests.sharded_interpreter import run_whole
 
@@ -193,3 +195,63 @@ def test_a_backward_hook_is_refused_by_name() -> None:
     model.first.register_full_backward_hook(lambda *_: None)
     with pytest.raises(TraceError, match="'first' has a backward hook"):
         traced(model, torch.randn(2, 4))
+
+
+RANDOM_CALLS = {
+    "normal": lambda: torch.normal(0.0, 1.0, (4,)),
+    "bernoulli": lambda: torch.bernoulli(torch.full((4,), 0.5)),
+    "multinomial": lambda: torch.multinomial(torch.ones(4), 4).float(),
+    "uniform": lambda: torch.empty(4).uniform_(),
+    "exponential": lambda: torch.empty(4).exponential_(),
+    "poisson": lambda: torch.poisson(torch.ones(4)),
+    "randperm": lambda: torch.randperm(4).float(),
+    "rand_like": lambda: torch.rand_like(torch.zeros(4)),
+}
+
+
+@pytest.mark.parametrize("op", RANDOM_CALLS)
+def test_two_draws_stay_two(op: str) -> None:
+    draw = RANDOM_CALLS[op]
+    found = traced(Wrapped(lambda self, x: (self.first(x) * draw() - draw()).mean()), torch.randn(3, 4))
+    assert sum(node.base == op for node in found.graph.nodes) == 2
+    assert all(node.is_random == (node.base == op) for node in found.graph.nodes)
+
+
+def test_every_operator_that_torch_calls_random_is_known() -> None:
+    tagged = set()
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
+        if any(torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags for overload in overloads):
+            tagged.add(name)
+    # Kernels behind scaled_dot_product_attention and the recurrent operators, which no traced model calls itself.
+    inside = {name for name in tagged if "attention" in name or name in ("_cudnn_rnn", "miopen_rnn")}
+    functional = {name.removesuffix("_") if not name.startswith("_") else name for name in tagged - inside}
+    assert len(functional) > 20 and functional <= RANDOM | RECURRENT
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_recurrent_operator_is_random_when_it_drops(dropout: float) -> None:
+    lstm = nn.LSTM(4, 4, 2, dropout=dropout)
+    graph = traced(lstm, torch.randn(3, 2, 4), loss=lambda output: output[0].mean()).graph
+    assert [node.is_random for node in graph.nodes if node.base == "lstm"] == [dropout > 0]
+
+
+def test_complex_numbers_of_the_code_are_written_out() -> None:
+    turn = torch.tensor([1j, 1.0, -1j, 2 + 1j])
+    model = Wrapped(lambda self, x: ((self.first(x) * turn * (1 + 2j)).sum(-1).abs() ** 2).mean())
+    x = torch.randn(3, 4)
+    graph, module = gradients_of(model, traced(model, x), x)
+    torch.testing.assert_close(graph["first.weight"], module["first.weight"])
+
+
+def test_an_operator_of_another_library_is_not_taken_for_torch_s() -> None:
+    @torch.library.custom_op("meshwright_tests::relu", mutates_args=())
+    def twice(x: Tensor) -> Tensor:
+        return x * 2
+
+    twice.register_fake(torch.empty_like)
+    twice.register_autograd(lambda context, gradient: gradient * 2)
+    found = traced(Wrapped(lambda self, x: torch.ops.meshwright_tests.relu(self.first(x)).mean()), torch.randn(3, 4))
+    node = next(node for node in found.graph.nodes if node.base == "meshwright_tests.relu")
+    assert not has_rule(node) and rule_of(node, found.graph.values) == unknown_rule(node)

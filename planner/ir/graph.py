@@ -94,6 +94,16 @@ class Leaf:
         return " ".join([self.kind, str(self.value), f"= {self.target!r}", *marks, *map(repr, self.aliases)])
 
 
+RANDOM = frozenset(
+    "_fused_dropout _standard_gamma alpha_dropout attention_with_dropout bernoulli binomial cauchy dropout exponential "
+    "feature_alpha_dropout feature_dropout geometric log_normal multinomial native_dropout normal normal_functional "
+    "poisson rand rand_like randint randint_like randn randn_like random randperm rrelu rrelu_with_noise "
+    "rrelu_with_noise_functional uniform".split()
+)
+# Random when they drop between their layers.
+RECURRENT = frozenset({"gru", "lstm", "rnn_relu", "rnn_tanh"})
+
+
 @dataclass(frozen=True)
 class Node:
     """One operator call. ``module``: path of the module it was called in; ``segment``: index in the chain of cuts."""
@@ -117,6 +127,19 @@ class Node:
     def operands(self) -> tuple[str, ...]:
         """Names of the tensor arguments, in order of appearance (with repetition)."""
         return tuple(_refs((self.args, tuple(v for _, v in self.kwargs))))
+
+    @property
+    def base(self) -> str:
+        """The operator's name: ``aten.add.Tensor`` -> ``add``, ``mylib.add.default`` -> ``mylib.add``."""
+        return self.op.removeprefix("aten.").rsplit(".", 1)[0]
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it draws from the random generator, so that two equal calls differ."""
+        if self.base in RECURRENT:
+            place = 5 if self.op.endswith(".input") else 6  # of dropout; train follows
+            return bool(self.args[place] and self.args[place + 1])
+        return self.base in RANDOM
 
     def __str__(self) -> str:
         inside = [*map(repr, self.args), *(f"{k}={v!r}" for k, v in self.kwargs)]

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 
 from planner.ir.graph import Argument, Node, Ref, Symbol
 from planner.ir.layout import Pair, conversion
-from planner.segments import RANDOM_OPS
-from planner.sharding_rules import base_name
 
 WORDS = {
     "all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all",
@@ -51,12 +49,12 @@ def _sizes(argument: Argument, name: Name) -> str:
 
 def expression(node: Node, name: Name, site: str = "") -> str:
     """The right-hand side for ``node``; ``name`` spells tensors. ``site``: text of the number of a random operator's place."""
-    base = base_name(node.op)
+    base = node.base
     if node.op == "convert":
         return _convert(node, name)
     if node.op in OWN:
         return OWN[node.op](node, name, site)
-    if is_random(node):
+    if node.is_random:
         return f"seeded({node.op}, rng, {site})({_call(node, name)})"
     args = node.args
     kwargs = dict(node.kwargs)
@@ -97,10 +95,6 @@ def expression(node: Node, name: Name, site: str = "") -> str:
 
 _METHOD_NAMES = {"split_with_sizes": "split"}
 ATTENTION_NAMES = {3: "attn_mask", 4: "dropout_p", 5: "is_causal"}
-
-
-def is_random(node: Node) -> bool:
-    return node.op in RANDOM_OPS or "rand" in node.op or "bernoulli" in node.op
 
 
 def _atom(argument: Argument, name: Name) -> str:

@@ -15,8 +15,7 @@ from planner.ir.graph import Graph, Node
 from planner.ir.layout import Pair
 from planner.ir.mesh import MICRO
 from planner.ir.program import PREAMBLE, SegmentSpec
-from planner.lower.source import LINE, conversion_comment, expression, is_random
-from planner.sharding_rules import base_name
+from planner.lower.source import LINE, conversion_comment, expression
 
 KEYWORDS = frozenset(
     "and as assert async await break class continue def del elif else except finally for from global if import in is lambda "
@@ -141,7 +140,7 @@ def _statement(node: Node, scope: _Scope, micro_batches: int, site: str) -> str:
         right = expression(node, scope, site)
         comment = conversion_comment(node) if node.op == "convert" else ""
     left = ", ".join(scope.bind(value.name, _wanted(node, i)) for i, value in enumerate(node.outputs))
-    if len(node.outputs) == 1 and base_name(node.op) in TUPLES:
+    if len(node.outputs) == 1 and node.base in TUPLES:
         left += ","
     line = f"{left} = {right}"
     if len(line) >= LINE - 8:
@@ -175,14 +174,14 @@ def _wanted(node: Node, index: int) -> str:
             "attention_with_dropout": "attention", "batch_norm_over": "normalised", "batch_norm": "normalised",
             "vocab_embedding": "embedding", "slice": "part", "split": "piece", "addmm": "linear",
             "cross_entropy_sum": "loss_sum", "vocab_cross_entropy": "loss_sum", "cross_entropy_count": "count",
-            "pow": "power", "sum": "total"}.get(base_name(node.op))  # fmt: skip
+            "pow": "power", "sum": "total"}.get(node.base)  # fmt: skip
     if node.op == "convert":
         base = {"R": "whole", "P": "partial", "S": "shard"}[str(node.args[2]).split("->")[1].strip()[0]]
     if base == "normalised" and index:
         base = ("new_mean", "new_var")[index - 1]
     if node.op.startswith("aten.addmm"):
         base = "linear"
-    return base or base_name(node.op).strip("_")
+    return base or node.base.strip("_")
 
 
 def _segment_body(segment: SegmentText, stage: StageText) -> tuple[str, bool, bool]:
@@ -200,7 +199,7 @@ def _segment_body(segment: SegmentText, stage: StageText) -> tuple[str, bool, bo
         else:
             wanted = _wanted(graph.producers[name], 0)
         arguments.append(scope.bind(name, wanted))
-    random = any(is_random(node) for node in segment.nodes)
+    random = any(node.is_random for node in segment.nodes)
     takes_rng = random or any(node.op == "convert" and node.args[1] == MICRO for node in segment.nodes)
     arguments += ["rng"] if takes_rng else []
     arguments += ["site"] if random else []
@@ -211,7 +210,7 @@ def _segment_body(segment: SegmentText, stage: StageText) -> tuple[str, bool, bo
     module = segment.label
     for node in segment.nodes:
         site = f"site + {place}" if place else "site"
-        place += is_random(node)
+        place += node.is_random
         if node.module != module and node.op != "convert":
             module = node.module
             inside = module[len(segment.label) + 1 :] if module.startswith(segment.label + ".") else ""

@@ -90,18 +90,12 @@ _RULES: tuple[tuple[RuleOf, str], ...] = (
 BY_NAME: Mapping[str, RuleOf] = {name: rule for rule, names in _RULES for name in names.split()}
 
 
-def base_name(op: str) -> str:
-    """'aten.add.Tensor' -> 'add'; our own operators have no dots."""
-    parts = op.split(".")
-    return parts[1] if len(parts) > 1 else op
-
-
-def has_rule(op: str) -> bool:
-    return base_name(op) in BY_NAME or base_name(op) in elementwise.OPERATORS
+def has_rule(node: Node) -> bool:
+    return node.base in BY_NAME or node.base in elementwise.OPERATORS
 
 
 def rule_of(node: Node, values: Mapping[str, Value]) -> Rule:
-    base = base_name(node.op)
+    base = node.base
     found: Rule | None = None
     if base in ("max", "min") and len(node.operands) == 2:
         found = elementwise.rule(node, values, base)
@@ -112,4 +106,4 @@ def rule_of(node: Node, values: Mapping[str, Value]) -> Rule:
     return found if found is not None else unknown_rule(node)
 
 
-__all__ = ["Rule", "Special", "Strategy", "base_name", "has_rule", "rule_of", "strategies", "unknown_rule"]
+__all__ = ["Rule", "Special", "Strategy", "has_rule", "rule_of", "strategies", "unknown_rule"]

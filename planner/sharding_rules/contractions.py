@@ -54,7 +54,7 @@ def bmm(node: Node, values: Mapping[str, Value]) -> Rule:
 
 def vectors(node: Node, values: Mapping[str, Value]) -> Rule:
     """mv, dot and outer."""
-    notation = {"mv": "n i, i -> n", "dot": "i, i ->", "vdot": "i, i ->", "outer": "n, o -> n o"}[node.op.split(".")[1]]
+    notation = {"mv": "n i, i -> n", "dot": "i, i ->", "vdot": "i, i ->", "outer": "n, o -> n o"}[node.base]
     return parse_rule(notation, _tensors(node, values), node.outputs, linear=((0,), (1,)))
 
 

@@ -21,7 +21,7 @@ def localise(
     local = replace(node, outputs=outputs)
     if strategy.local:
         return (replace(local, op=strategy.local, kwargs=_with_axis(local, axis)),)
-    base = node.op.split(".")[1] if "." in node.op else node.op
+    base = node.base
     if base in SIZES:
         local = replace(local, args=SIZES[base](local, original, strategy, k))
     elif base in ("dropout", "attention_with_dropout") and strategy.letter and axis != MICRO:

@@ -39,7 +39,7 @@ def pointwise_loss(node: Node, values: Mapping[str, Value]) -> Rule | None:
 
 
 def _reduction(node: Node) -> int:
-    place = LOSS_REDUCTION_ARGUMENT.get(node.op.split(".")[1], 3)
+    place = LOSS_REDUCTION_ARGUMENT.get(node.base, 3)
     return int(option(node, place, "reduction", MEAN))
 
 

@@ -15,7 +15,7 @@ DIMS_ARGUMENT = {"roll": 2, "linalg_vector_norm": 2, "linalg_norm": 2, "norm": 2
 
 def _dims(node: Node, rank: int) -> tuple[int, ...]:
     """The reduced dims, non-negative; all of them when none is given."""
-    place = DIMS_ARGUMENT.get(node.op.split(".")[1], 1)
+    place = DIMS_ARGUMENT.get(node.base, 1)
     chosen = option(node, place, "dim", None)
     if chosen is None or chosen == () or isinstance(chosen, bool):
         return tuple(range(rank))
@@ -50,7 +50,7 @@ def along(node: Node, values: Mapping[str, Value]) -> Rule:
     """softmax, log_softmax, cumsum, flip, roll ...: some dims must stay whole; shapes are kept."""
     shape = values[node.operands[0]].shape
     whole = frozenset(f"d{i}" for i in _dims(node, len(shape)))
-    linear = (frozenset({0}),) if node.op.split(".")[1] in LINEAR_ALONG else ()
+    linear = (frozenset({0}),) if node.base in LINEAR_ALONG else ()
     return Rule((_letters(shape),), (_letters(shape),) * len(node.outputs), _sizes(shape), whole, linear=linear)
 
 
@@ -128,7 +128,7 @@ def batch_norm(node: Node, values: Mapping[str, Value]) -> Rule:
 def pooling(node: Node, values: Mapping[str, Value]) -> Rule | None:
     """Pooling and resizing of [lead.., spatial..] (lead: batch and channels): the leading dims are free."""
     shape, out = values[node.operands[0]].shape, node.output.shape
-    count = int(node.op.split(".")[1][-2])  # the name ends in 1d, 2d or 3d
+    count = int(node.base[-2])  # the name ends in 1d, 2d or 3d
     lead = len(shape) - count
     if lead < 1 or len(shape) != len(out) or shape[:lead] != out[:lead] or len(node.operands) != 1:
         return None

@@ -99,7 +99,7 @@ def permute(node: Node, values: Mapping[str, Value]) -> Rule:
     """transpose, permute, t, movedim given as an order of dims."""
     shape = values[node.operands[0]].shape
     rank = len(shape)
-    base = node.op.split(".")[1]
+    base = node.base
     order = list(range(rank))
     if base == "transpose":
         a, b = (int(d) % rank for d in node.args[1:3])
