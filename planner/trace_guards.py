@@ -122,7 +122,8 @@ def _no_functions() -> Iterator[None]:
     original, thread = vars(function)["apply"], threading.get_ident()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        registered = cls.__module__ == "torch._library.autograd"  # the gradient of a custom operator, which stays one call
+        # The gradient of a custom operator, which stays one call.
+        registered = cls.__module__ == "torch._library.autograd"
         if threading.get_ident() != thread or registered:
             return original.__get__(None, cls)(*args, **kwargs)
         if cls is torch.utils.checkpoint.CheckpointFunction:
