@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from planner.interpreter import Result, run_whole
 from planner.ir.graph import Argument, Graph, Symbol, Value
 from planner.trace import Batch, Traced, tensors_by_target, trace
 from tests.models import Case
-from tests.sharded_interpreter import run_whole
 
 LEARNING_RATE = 1e-3
 STEPS = 3
@@ -118,3 +118,24 @@ def largest_error(found: Mapping[str, Any], expected: Mapping[str, Any]) -> tupl
         if error > worst or error != error:
             worst, where = error, name
     return worst, where
+
+
+def assert_same(result: Result, reference: Result, tolerance: float) -> None:
+    """Loss, gradients and buffers, each to ``tolerance`` of the largest entry of the reference's tensor."""
+    _assert_close("loss", result.loss, reference.loss, tolerance)
+    assert set(result.gradients) == set(reference.gradients)
+    for name, expected in reference.gradients.items():
+        found = result.gradients[name]
+        assert (found is None) == (expected is None), f"gradient of {name}: {found} for {expected}"
+        if found is not None and expected is not None:
+            _assert_close(f"gradient of {name}", found, expected, tolerance)
+    for name, expected in reference.buffers.items():
+        _assert_close(f"buffer {name}", result.buffers[name], expected, tolerance)
+
+
+def _assert_close(what: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    assert found.shape == expected.shape and found.dtype == expected.dtype, f"{what}: {found.shape}, {expected.shape}"
+    assert torch.isfinite(expected).all(), f"{what}: the reference is not finite"
+    scale = max(expected.abs().max().item(), 1e-3) if expected.numel() else 1.0
+    error = (found - expected).abs().max().item() / scale if expected.numel() else 0.0
+    assert error <= tolerance, f"{what} differs by {error:.2e} of its largest entry"

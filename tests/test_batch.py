@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from costmodels.hardware import load_cluster
 from planner.batch import MICRO, leaf_pair, split_batch
 from planner.errors import BadInput
+from planner.interpreter import AxisOf, Result, run_sharded, run_whole
 from planner.ir.graph import Graph
 from planner.ir.layout import COMMUNICATING, PARTIAL, WHOLE
 from planner.lower import lower
@@ -33,7 +34,7 @@ from runtime.stage_module import build_stage
 from runtime.state import fill
 from tests.models import seeded
 from tests.operator_graphs import Traced, from_model
-from tests.sharded_interpreter import AxisOf, Result, assert_same, run_sharded, run_whole
+from tests.reference import assert_same
 
 BATCH, LENGTH, INSIDE, OUT = 8, 4, 6, 5
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from planner.interpreter import AxisOf, run_sharded, run_whole
 from planner.ir.graph import Graph, Leaf, Node, Ref, Value
 from planner.ir.layout import WHOLE, Pair, shard
 from planner.shard import shard as shard_graph
@@ -20,7 +21,7 @@ from planner.sharding_rules.cuts import MOST_CUTS, find_cuts
 from planner.trace import Batch
 from tests.models import seeded
 from tests.operator_graphs import Traced, from_model
-from tests.sharded_interpreter import AxisOf, assert_same, run_sharded, run_whole
+from tests.reference import assert_same
 
 BATCH, LENGTH, HEADS, SIZE = 4, 8, 4, 4
 WIDTH = HEADS * SIZE

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from planner.batch import MICRO, leaf_pair, split_batch
 from planner.errors import BadInput
+from planner.interpreter import AxisOf, Result, first_difference, run_sharded, run_whole
 from planner.ir.graph import Graph, Node, Value
 from planner.ir.layout import COMMUNICATING, PARTIAL, REPLICATED, WHOLE, Pair
 from planner.layouts import leaf_classes
@@ -31,8 +32,7 @@ from planner.sharding_rules.cuts import find_cuts
 from planner.trace import Batch
 from tests.models import MODELS
 from tests.operator_graphs import from_model
-from tests.reference import widened
-from tests.sharded_interpreter import AxisOf, Result, assert_same, first_difference, run_sharded, run_whole
+from tests.reference import assert_same, widened
 
 TOLERANCE = 1e-9
 PLANS = 12

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from planner.interpreter import AxisOf, NotReplicated, run_sharded, run_whole
 from planner.ir.graph import Graph, Leaf, Node, Ref, Value
 from planner.ir.layout import PARTIAL, REPLICATED, WHOLE, Pair, shard
 from planner.normalise import count_from_front
@@ -21,7 +22,7 @@ from planner.trace import Batch
 from tests import rule_cases
 from tests.models import seeded
 from tests.operator_graphs import Case, Traced, from_model, trace_cases
-from tests.sharded_interpreter import AxisOf, NotReplicated, assert_same, run_sharded, run_whole
+from tests.reference import assert_same
 
 FAMILIES = {
     "contractions": rule_cases.contractions,

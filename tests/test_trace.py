@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from planner.errors import BadInput, TraceError
+from planner.interpreter import run_whole
 from planner.ir.graph import RANDOM, RECURRENT
 from planner.segments import cut_into_segments, segment_kinds, segment_label, segment_nodes
 from planner.sharding_rules import has_rule, rule_of, unknown_rule
 from planner.trace import Batch, Traced, trace
-from tests.sharded_interpreter import run_whole
 
 
 def traced(model: nn.Module, *inputs: Tensor, loss: Callable[..., Tensor] | None = None, target: Any = None) -> Traced:

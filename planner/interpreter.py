@@ -1,5 +1,8 @@
 """Graphs run in one process: whole, or sharded with the local tensors of all ranks side by side.
 
+No plan is trained with this: it is the check. Every step is what the algebra says it is, in plain torch, and a run can be
+compared tensor by tensor with the whole one.
+
     run_whole(graph, tensors)              the reference: every node once, on whole tensors
     run_sharded(graph, axes, tensors)      a graph after ``shard``: every value is a list with one local tensor a rank
 
@@ -185,7 +188,8 @@ def _call(node: Node, tensor: Callable[[str], Tensor]) -> tuple[Tensor, ...]:
 def _vocab_embedding(node: Node, ranks: Sequence[Callable[[str], Tensor]]) -> list[tuple[Tensor, ...]]:
     table, ids, *options = node.args
     padding = options[0] if options else -1
-    found, first = [], 0
+    found: list[tuple[Tensor, ...]] = []
+    first = 0
     for tensor in ranks:
         weight, index = tensor(table.name), tensor(ids.name)
         rows = weight.shape[0]
@@ -215,7 +219,7 @@ def _batch_norm_over(node: Node, ranks: Sequence[Callable[[str], Tensor]]) -> li
     shape = (1, -1, *([1] * (inputs[0].dim() - 2)))
     squares = torch.stack([(x - mean.view(shape)).square().sum(dims) for x in inputs]).sum(0)
     inverse = (squares / count + arguments[0][7]).rsqrt()
-    results = []
+    results: list[tuple[Tensor, ...]] = []
     for x, weight, bias, old_mean, old_var, _, momentum, _ in arguments:
         y = (x - mean.view(shape)) * inverse.view(shape)
         y = y if weight is None else y * weight.view(shape)
@@ -336,6 +340,10 @@ def run_sharded(graph: Graph, axes: Sequence[AxisOf], tensors: Mapping[str, Tens
     )
 
 
+def _of_rank(values: Mapping[str, list[Tensor]], rank: int) -> Callable[[str], Tensor]:
+    return lambda name: values[name][rank]
+
+
 def _run_node(node: Node, world: _World, values: Mapping[str, list[Tensor]]) -> list[list[Tensor]]:
     """For each result of ``node``, the local tensors of all ranks."""
     by_rank: list[tuple[Tensor, ...]] = [()] * world.size
@@ -352,36 +360,15 @@ def _run_node(node: Node, world: _World, values: Mapping[str, list[Tensor]]) -> 
                 by_rank[rank] = (part,)
     elif node.op in JOINT:
         for group in world.groups([str(axis) for axis in dict(node.kwargs)["axes"]]):
-            ranks = [lambda name, rank=rank: values[name][rank] for rank in group]
+            ranks = [_of_rank(values, rank) for rank in group]
             for rank, results in zip(group, JOINT[node.op](node, ranks), strict=True):
                 by_rank[rank] = results
     else:
-        by_rank = [_call(node, lambda name, rank=rank: values[name][rank]) for rank in range(world.size)]
+        by_rank = [_call(node, _of_rank(values, rank)) for rank in range(world.size)]
     return [list(results) for results in zip(*by_rank, strict=True)]
 
 
-# --- comparison -------------------------------------------------------------------------------------------------------
-
-
-def assert_same(result: Result, reference: Result, tolerance: float) -> None:
-    """Loss, gradients and buffers, each to ``tolerance`` of the largest entry of the reference's tensor."""
-    _assert_close("loss", result.loss, reference.loss, tolerance)
-    assert set(result.gradients) == set(reference.gradients)
-    for name, expected in reference.gradients.items():
-        found = result.gradients[name]
-        assert (found is None) == (expected is None), f"gradient of {name}: {found} for {expected}"
-        if found is not None and expected is not None:
-            _assert_close(f"gradient of {name}", found, expected, tolerance)
-    for name, expected in reference.buffers.items():
-        _assert_close(f"buffer {name}", result.buffers[name], expected, tolerance)
-
-
-def _assert_close(what: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
-    assert found.shape == expected.shape and found.dtype == expected.dtype, f"{what}: {found.shape}, {expected.shape}"
-    assert torch.isfinite(expected).all(), f"{what}: the reference is not finite"
-    scale = max(expected.abs().max().item(), 1e-3) if expected.numel() else 1.0
-    error = (found - expected).abs().max().item() / scale if expected.numel() else 0.0
-    assert error <= tolerance, f"{what} differs by {error:.2e} of its largest entry"
+# --- comparison ------------------------------------------------------------------------------------------------------
 
 
 def first_difference(result: Result, reference: Result, pairs: Mapping[str, Pair], tolerance: float) -> str:
