@@ -16,6 +16,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from examples import gpt, text
+from planner.trace import find_loss
 
 BATCH = 8
 LENGTH = 16
@@ -23,20 +24,22 @@ IGNORED = -100
 
 
 class Case(NamedTuple):
-    """``model(*inputs, **kwargs)`` gives the loss, or, where ``loss_fn`` is set, ``loss_fn(that, target)`` does."""
+    """``model(*inputs, **kwargs)`` holds the loss, or, where ``loss_fn`` is set, ``loss_fn(that, target)`` gives it.
+
+    ``target`` may be any tree of tensors, or None: then ``loss_fn`` is called with the output alone.
+    """
 
     model: nn.Module
-    inputs: tuple[Tensor, ...]
-    kwargs: dict[str, Tensor]
-    target: Tensor | None
-    loss_fn: Callable[[Any, Tensor], Tensor] | None
+    inputs: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+    loss_fn: Callable[..., Tensor] | None
 
     def loss(self) -> Tensor:
         output = self.model(*self.inputs, **self.kwargs)
         if self.loss_fn is None:
-            return output.loss
-        assert self.target is not None
-        return self.loss_fn(output, self.target)
+            return find_loss(output)
+        return self.loss_fn(output) if self.target is None else self.loss_fn(output, self.target)
 
 
 @contextmanager
