@@ -186,6 +186,24 @@ def test_the_bound_of_a_configuration_holds_for_any_strategies(make: Callable[..
     assert compared == 40
 
 
+@pytest.mark.parametrize("make", [mlp, gpt_tied])
+def test_no_strategies_work_less_than_the_bound_of_the_fast_ones(make: Callable[..., object]) -> None:
+    """Neither the lean ones nor random ones; and the bound is no less than half of their own work."""
+    graph, draw = graph_of(make), random.Random(1)
+    evaluator = Evaluator(made_problem(graph, made_up(4, kind="gpu", launch_s=1e-8, latency_s=1e-7, flops_per_s=1e11)))
+    compared = 0
+    for mesh in (Mesh(tp=4), Mesh(dp=2, tp=2), Mesh(pp=2, tp=2)):
+        configuration = Configuration(mesh, 2, 0, "1f1b")
+        fast, lean = (evaluator.letters(configuration, variant) for variant in (FAST, LEAN))
+        works = [
+            sum(c.forward_s + c.backward_s for c in evaluator.costs(configuration, letters))
+            for letters in (fast, lean, *(any_letters(evaluator, configuration, draw) for _ in range(10)))
+        ]
+        assert 0.5 * works[0] <= fast.work_bound_s <= min(works) * (1 + 1e-9)
+        compared += len(works)
+    assert compared == 36
+
+
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=6), st.integers(1, 12))
 def test_the_pipeline_bound_is_below_the_bound_of_any_split(times: list[float], micro_batches: int) -> None:
     least_s = pipeline_bound_s(sum(times), len(times), micro_batches)

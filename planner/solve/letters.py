@@ -17,11 +17,8 @@ absolute. Ties are broken by memory, then by order.
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-
-from ortools.math_opt.python import mathopt
 
 from costmodels.collectives import collective_time_s
 from costmodels.compute import optimizer_step_s
@@ -34,6 +31,7 @@ from planner.shard import SHARED, is_shared
 from planner.sharding_rules import Strategy, rule_of, strategies
 from planner.sharding_rules.cuts import find_cuts
 from planner.sharding_rules.localise import localise
+from planner.solve.linear_program import LinearProgram
 
 MICROSECONDS_PER_S = 1e6
 # One byte held weighs as much as this many microseconds: only enough to decide between equal times.
@@ -48,13 +46,15 @@ Keep = Callable[[Node, Strategy], bool]
 class Letters:
     """The solution. ``strategies`` by node name, ``leaves`` by leaf name; ``objective_s``: seconds of one micro-batch.
 
-    ``bound_s``: proven lower bound of the objective.
+    ``bound_s``: proven lower bound of the objective. ``work_bound_s``: of the operators and conversions alone, without what
+    parameters cost once a step, under any strategies.
     """
 
     strategies: Mapping[str, Strategy]
     leaves: Mapping[str, Pair]
     objective_s: float
     bound_s: float
+    work_bound_s: float = 0.0
 
     @property
     def partial_leaves(self) -> frozenset[str]:
@@ -111,8 +111,8 @@ class _Program:
         self.weights = weights
         self.us_per_byte = us_per_byte + TIE_US_PER_BYTE
         self.k = pricing.mesh.degree("tp")
-        self.model = mathopt.Model()
-        self.price: dict[mathopt.Variable, float] = {}
+        self.program = LinearProgram()
+        self.besides_work_us = 0.0  # the most of the objective that is not work
         self.conversions_us: dict[tuple[int, Pair, Pair], float] = {}
         self.classes: dict[str, Hashable] = dict(node_classes(graph))
         self.representative: dict[Hashable, Node] = {}
@@ -122,14 +122,13 @@ class _Program:
             self.representative.setdefault(key, node)
             self.count[key] = self.count.get(key, 0) + self._weight(node.segment)
         self.options: dict[Hashable, tuple[Strategy, ...]] = {}
-        self.x: dict[Hashable, list[mathopt.Variable]] = {}
+        self.x: dict[Hashable, list[int]] = {}
         self._operators(keep)
         self._leaves()
         self._conversions()
 
-    def _pay(self, x: mathopt.Variable, cost_us: float) -> None:
-        if cost_us:
-            self.price[x] = self.price.get(x, 0.0) + cost_us
+    def _pay(self, x: int, cost_us: float) -> None:
+        self.program.price[x] += cost_us
 
     def _weight(self, segment: int) -> int:
         return 1 if self.weights is None or segment < 0 else self.weights[segment]
@@ -148,13 +147,13 @@ class _Program:
             elif keep is not None:
                 found = tuple(s for s in found if keep(node, s)) or found
             costs = [operator_cost_us(node, s, self.graph, self.pricing, self.us_per_byte) for s in found]
+            held = sum(value.size_bytes for value in node.outputs) if node.output.differentiable else 0
+            self.besides_work_us += self.count[key] * self.us_per_byte * held
             self._one_strategy(key, found, costs, self.count[key])
 
     def _one_strategy(self, key: Hashable, found: tuple[Strategy, ...], costs: list[float], count: int) -> None:
-        variables = [self.model.add_binary_variable(name=f"x{len(self.x)}_{i}") for i in range(len(found))]
-        row = self.model.add_linear_constraint(lb=1.0, ub=1.0)
-        for x in variables:
-            row.set_coefficient(x, 1.0)
+        variables = [self.program.variable(whole=True) for _ in found]
+        self.program.row([(x, 1.0) for x in variables], lower=1.0, upper=1.0)
         self.options[key], self.x[key] = found, variables
         for cost, x in zip(costs, variables, strict=True):
             self._pay(x, count * cost)
@@ -180,7 +179,9 @@ class _Program:
             pairs = self._leaf_pairs(leaf, written)
             options = tuple(Strategy(str(pair), (), (pair,)) for pair in pairs)
             count = sum(self._leaf_weight(x) for x in leaves)
-            self._one_strategy(key, options, [self._leaf_cost_us(leaf, pair) for pair in pairs], count)
+            costs = [self._leaf_cost_us(leaf, pair) for pair in pairs]
+            self.besides_work_us += count * max(costs)
+            self._one_strategy(key, options, costs, count)
 
     def _leaf_weight(self, leaf: Leaf) -> int:
         """How many equal leaves it stands for: as many as the first segment that reads it."""
@@ -241,7 +242,7 @@ class _Program:
     ) -> None:
         sources = _by_pair(self.x[producer], [s.outputs[index] for s in self.options[producer]])
         whole = value.size_bytes
-        paid: dict[tuple[Pair, Pair], mathopt.Variable] = {}
+        paid: dict[tuple[Pair, Pair], int] = {}
         for consumer, operand in consumers:
             targets = _by_pair(
                 self.x[consumer],
@@ -251,15 +252,15 @@ class _Program:
                 (source,), (target,) = sources, targets
                 cost = self._conversion_us(whole, source, target)
                 if cost and (source, target) not in paid:
-                    paid[source, target] = self.model.add_variable(ub=1.0)
+                    paid[source, target] = self.program.variable()
                     self._pay(paid[source, target], count * cost)
                 if cost:
-                    paid[source, target].lower_bound = 1.0
+                    self.program.lower[paid[source, target]] = 1.0
                 continue
-            flows: dict[tuple[Pair, Pair], mathopt.Variable] = {}
+            flows: dict[tuple[Pair, Pair], int] = {}
             for source in sources:
                 for target in targets:
-                    flow = self.model.add_variable(lb=0.0, ub=1.0)
+                    flow = self.program.variable()
                     flows[source, target] = flow
                     cost = self._conversion_us(whole, source, target)
                     if not cost:
@@ -268,23 +269,17 @@ class _Program:
                         self._pay(flow, count * cost)
                         continue
                     if (source, target) not in paid:
-                        paid[source, target] = self.model.add_variable(lb=0.0, ub=1.0)
+                        paid[source, target] = self.program.variable()
                         self._pay(paid[source, target], count * cost)
-                    row = self.model.add_linear_constraint(ub=0.0)
-                    row.set_coefficient(flow, 1.0)
-                    row.set_coefficient(paid[source, target], -1.0)
+                    self.program.row([(flow, 1.0), (paid[source, target], -1.0)], upper=0.0)
             for source, variables in sources.items():
                 self._equal([flows[source, target] for target in targets], variables)
             for target, variables in targets.items():
                 self._equal([flows[source, target] for source in sources], variables)
 
-    def _equal(self, left: Sequence[mathopt.Variable], right: Sequence[mathopt.Variable]) -> None:
+    def _equal(self, left: Sequence[int], right: Sequence[int]) -> None:
         """sum left = sum right."""
-        row = self.model.add_linear_constraint(lb=0.0, ub=0.0)
-        for x in left:
-            row.set_coefficient(x, 1.0)
-        for x in right:
-            row.set_coefficient(x, -1.0)
+        self.program.row([*((x, 1.0) for x in left), *((x, -1.0) for x in right)], lower=0.0, upper=0.0)
 
     def _conversion_us(self, whole: int, source: Pair, target: Pair) -> float:
         key = (whole, source, target)
@@ -297,23 +292,17 @@ class _Program:
 
     def solve(self, time_limit_s: float) -> Letters:
         self._loss()
-        for x, price in self.price.items():
-            self.model.objective.set_linear_coefficient(x, price)
-        parameters = mathopt.SolveParameters(
-            time_limit=datetime.timedelta(seconds=time_limit_s), relative_gap_tolerance=1e-9, random_seed=0
-        )
-        result = mathopt.solve(self.model, mathopt.SolverType.HIGHS, params=parameters)
-        if not result.has_primal_feasible_solution():
-            raise RuntimeError(f"the program of strategies has no solution: {result.termination}")
+        solution = self.program.solve(time_limit_s)
         picked: dict[Hashable, Strategy] = {}
         for key, variables in self.x.items():
-            taken = [result.variable_values(x) for x in variables]
+            taken = [solution.values[x] for x in variables]
             picked[key] = self.options[key][taken.index(max(taken))]
         return Letters(
             {node.name: picked[self.classes[node.name]] for node in self.graph.nodes},
             {leaf.name: picked[self.classes[leaf.name]].outputs[0] for leaf in self.graph.leaves},
-            result.objective_value() / MICROSECONDS_PER_S,
-            result.best_objective_bound() / MICROSECONDS_PER_S,
+            solution.objective / MICROSECONDS_PER_S,
+            solution.bound / MICROSECONDS_PER_S,
+            max(0.0, solution.bound - self.besides_work_us) / MICROSECONDS_PER_S,
         )
 
     def _loss(self) -> None:
@@ -345,8 +334,8 @@ def _like(pair: Pair, value: Value) -> Pair:
     return pair if value.differentiable else pair.without_gradient()
 
 
-def _by_pair(variables: list[mathopt.Variable], pairs: list[Pair]) -> dict[Pair, list[mathopt.Variable]]:
-    found: dict[Pair, list[mathopt.Variable]] = {}
+def _by_pair(variables: list[int], pairs: list[Pair]) -> dict[Pair, list[int]]:
+    found: dict[Pair, list[int]] = {}
     for x, pair in zip(variables, pairs, strict=True):
         found.setdefault(pair, []).append(x)
     return found

@@ -174,8 +174,14 @@ class _Search:
         proven = too_slow = math.inf
         infeasible: StageInfeasible | None = None
         for variant in (FAST, LEAN):
-            if variant == LEAN and configuration.mesh.tp == 1:
-                continue
+            if variant == LEAN:
+                if configuration.mesh.tp == 1:
+                    continue
+                work = self.evaluator.letters(configuration, FAST).work_bound_s
+                least = pipeline_bound_s(work, configuration.mesh.pp, configuration.micro_batches)
+                if least >= self.best_s * (1 - RELATIVE_TOLERANCE):
+                    too_slow = min(too_slow, least)
+                    continue
             costs = self.evaluator.costs(configuration, self.evaluator.letters(configuration, variant))
             work = sum(c.forward_s + c.backward_s for c in costs)
             least = pipeline_bound_s(work, configuration.mesh.pp, configuration.micro_batches)

@@ -1,0 +1,82 @@
+"""A linear program with some whole-numbered variables, gathered in lists and solved by HiGHS through OR-Tools MathOpt.
+
+    minimise  sum_x price[x] x     with  lower[x] <= x <= upper[x]  and, for every row,  lower <= sum_x c[x] x <= upper
+
+Variables are numbers counted from 0. MathOpt's own model objects would cost more time than the solver.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ortools.math_opt import model_pb2
+from ortools.math_opt.python import mathopt
+
+
+@dataclass(frozen=True)
+class Solution:
+    """``values`` of the variables; ``bound``: proven, no solution costs less."""
+
+    values: tuple[float, ...]
+    objective: float
+    bound: float
+
+
+class LinearProgram:
+    def __init__(self) -> None:
+        self.lower: list[float] = []
+        self.upper: list[float] = []
+        self.whole: list[bool] = []
+        self.price: list[float] = []
+        self._row_lower: list[float] = []
+        self._row_upper: list[float] = []
+        self._entries: list[tuple[int, int, float]] = []
+
+    def variable(self, upper: float = 1.0, whole: bool = False) -> int:
+        """A variable from 0 to ``upper``."""
+        self.lower.append(0.0)
+        self.upper.append(upper)
+        self.whole.append(whole)
+        self.price.append(0.0)
+        return len(self.price) - 1
+
+    def row(self, terms: Iterable[tuple[int, float]], lower: float = -math.inf, upper: float = math.inf) -> None:
+        """lower <= sum of coefficient * variable <= upper; no variable twice."""
+        number = len(self._row_lower)
+        self._row_lower.append(lower)
+        self._row_upper.append(upper)
+        self._entries.extend((number, variable, coefficient) for variable, coefficient in terms)
+
+    def solve(self, time_limit_s: float, relative_gap: float = 1e-9) -> Solution:
+        """Raises RuntimeError when there is no solution, or none was found in time."""
+        parameters = mathopt.SolveParameters(
+            time_limit=datetime.timedelta(seconds=time_limit_s), relative_gap_tolerance=relative_gap, random_seed=0
+        )
+        model = mathopt.Model.from_model_proto(self._proto())
+        result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
+        if not result.has_primal_feasible_solution():
+            raise RuntimeError(f"the program has no solution: {result.termination}")
+        values = result.variable_values(list(model.variables()))
+        return Solution(tuple(values), result.objective_value(), result.best_objective_bound())
+
+    def _proto(self) -> model_pb2.ModelProto:
+        proto = model_pb2.ModelProto()
+        variables, rows, matrix = proto.variables, proto.linear_constraints, proto.linear_constraint_matrix
+        variables.ids.extend(range(len(self.price)))
+        variables.lower_bounds.extend(self.lower)
+        variables.upper_bounds.extend(self.upper)
+        variables.integers.extend(self.whole)
+        priced = [(x, price) for x, price in enumerate(self.price) if price]
+        proto.objective.linear_coefficients.ids.extend(x for x, _ in priced)
+        proto.objective.linear_coefficients.values.extend(price for _, price in priced)
+        rows.ids.extend(range(len(self._row_lower)))
+        rows.lower_bounds.extend(self._row_lower)
+        rows.upper_bounds.extend(self._row_upper)
+        entries = sorted(self._entries)
+        matrix.row_ids.extend(row for row, _, _ in entries)
+        matrix.column_ids.extend(x for _, x, _ in entries)
+        matrix.coefficients.extend(coefficient for _, _, coefficient in entries)
+        return proto
