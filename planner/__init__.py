@@ -2,6 +2,7 @@
 
     planner.auto_parallelize(model, gpus=8, example_inputs=(x,), loss_fn=loss_fn)   plan, and run, a model
     planner.compare(model, gpus=8, ...)                                             against hand-picked strategies
+    planner.verify(model, gpus=4, strategy="tp", ...)                               a plan's training against one device
     planner.Plan.load("plan.json")                                                  a plan, without importing torch
 
 Names are imported when first used, so that reading a plan costs no import of torch.
@@ -13,16 +14,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from planner.api import auto_parallelize, compare
+    from planner.api import auto_parallelize, compare, verify, verify_each
     from planner.ir.plan import Plan
 
-__all__ = ["Plan", "auto_parallelize", "compare"]
+__all__ = ["Plan", "auto_parallelize", "compare", "verify", "verify_each"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "Plan":
         return import_module("planner.ir.plan").Plan
-    if name in ("auto_parallelize", "compare", "estimate"):
+    if name in ("auto_parallelize", "compare", "estimate", "verify", "verify_each"):
         api = import_module("planner.api")
         if hasattr(api, name):
             return getattr(api, name)

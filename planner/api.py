@@ -2,6 +2,8 @@
 
     auto_parallelize(model, gpus=...) -> Parallel     the plan, and the training run on its ranks
     compare(model, gpus=...) -> rows                  the solver's plan beside hand-picked ones, measured if asked
+    verify(model, gpus=...) -> Verification           the run under a plan against one device, tensor by tensor
+    verify_each(model, gpus=...) -> Verifications     the same for several strategies
 
 A Parallel runs in three ways: it starts local ranks itself (gloo processes on CPUs, NCCL where there are GPUs); under
 torchrun every rank calls ``auto_parallelize`` and is one of its ranks; or it is only a plan and nothing is started.
@@ -21,7 +23,7 @@ import torch
 
 from costmodels.hardware import Cluster
 from planner.errors import BadInput, MeshwrightError
-from planner.inputs import BatchForm, cast, example_batch, guess_target, on_device_of, takes_target
+from planner.inputs import BatchForm, cast, example_batch, guess_target, on_device_of, takes_target, with_values
 from planner.ir.graph import Graph
 from planner.ir.plan import Plan
 from planner.ir.program import Program
@@ -30,10 +32,13 @@ from planner.lower import lower
 from planner.options import Progress, Request, cast_model, check_gpus, check_request, dtype_to_trace
 from planner.parallel import OptimizerFactory, Parallel
 from planner.report.comparison import ComparisonRow
+from planner.report.verification import Verification
+from planner.single_device import without_dropout
 from planner.solve.configuration import Evaluator, Problem
 from planner.solve.search import search
 from planner.strategies import NAMED, plan_by_hand
 from planner.trace import Batch, Traced, trace
+from planner.verification import Case, Verifier
 from runtime.launch import LocalRanks, current_world, init_world, share_bytes
 from runtime.measure import measured_cluster
 from runtime.worker import Rank
@@ -196,6 +201,64 @@ def compare(
     return tuple(rows)
 
 
+def verify(
+    model: torch.nn.Module,
+    gpus: int | None = None,
+    *,
+    strategy: str = "auto",
+    steps: int = 3,
+    tolerance: float | None = None,
+    train_with: OptimizerFactory | None = None,
+    plan: Plan | str | Path | None = None,
+    **options: Any,
+) -> Verification:
+    """Train ``model`` for ``steps`` on one device, in this process, and under a plan on local ranks, and compare.
+
+    Both start from the same weights and see the same batch in every step; ``model`` itself stays as it is. Compared are
+    the losses, every gradient of the first step, buffers, and parameters after the last. Where something differs, the
+    report names the first tensor that does and the operator it comes from. Dropout is switched off in both runs.
+
+    ``tolerance``: the error allowed, of a tensor's largest entry; default: 1e-5 in float32, 1e-9 in float64, 2e-2 in
+    float16, 1e-1 in bfloat16. ``train_with(parameters)`` makes the optimizer; default: AdamW in float64, gradient descent
+    with momentum otherwise, which carries rounding through as it is. ``plan``: a plan made before, instead of
+    ``strategy``. ``options``: the other arguments of ``auto_parallelize``; precision='fp64' makes the sharpest check.
+
+    Raises BadInput where there is nothing to compare (random operators other than dropout, a loss that is not finite),
+    and what ``auto_parallelize`` and its run raise.
+    """
+    request, verifier, make_plan = _verifier(model, gpus, steps, tolerance, train_with, strategy, plan, options)
+    with verifier:
+        made = make_plan(strategy)
+        request.say("running the plan")
+        return verifier.check(strategy if plan is None else made.strategy, made)
+
+
+def verify_each(
+    model: torch.nn.Module,
+    gpus: int | None = None,
+    *,
+    strategies: Sequence[str] = ("auto", *NAMED),
+    steps: int = 3,
+    tolerance: float | None = None,
+    train_with: OptimizerFactory | None = None,
+    **options: Any,
+) -> Iterator[Verification]:
+    """``verify`` for each of ``strategies``, as they are asked for: the model is traced, and runs on one device, once.
+
+    A strategy that cannot be used, or whose run fails, is a Verification that says so. Raises before the first what is no
+    matter of the strategy.
+    """
+    request, verifier, make_plan = _verifier(model, gpus, steps, tolerance, train_with, "auto", None, options)
+
+    def each() -> Iterator[Verification]:
+        with verifier:
+            for strategy in strategies:
+                request.say(f"verifying {strategy}")
+                yield verifier.outcome(strategy, lambda strategy=strategy: make_plan(strategy))  # type: ignore[misc]
+
+    return each()
+
+
 # --- planning ---------------------------------------------------------------------------------------------------------
 
 
@@ -278,6 +341,68 @@ def _main_dtype(graph: Graph) -> str:
     return max(counts, key=lambda dtype: counts[dtype])
 
 
+# --- verifying --------------------------------------------------------------------------------------------------------
+
+
+def _verifier(
+    model: torch.nn.Module,
+    gpus: int | None,
+    steps: int,
+    tolerance: float | None,
+    train_with: OptimizerFactory | None,
+    strategy: str,
+    plan: Plan | str | Path | None,
+    options: Mapping[str, Any],
+) -> tuple[Request, Verifier, Callable[[str], Plan]]:
+    """What compares plans of ``model`` with one device, and what makes a strategy's plan."""
+    world = current_world()
+    if world is not None and world.size > 1:
+        raise BadInput("verify starts ranks of its own; run it in a plain script, not under torchrun")
+    chosen = {**_OPTIONS, **options}
+    if unknown := sorted(chosen.keys() - _OPTIONS.keys()):
+        raise TypeError(f"verify got an unexpected argument {unknown[0]!r}; it takes those of auto_parallelize")
+    example = tuple(chosen.pop(f"example_{part}") for part in ("inputs", "kwargs", "target")) + (
+        chosen.pop("global_batch"),
+    )
+    request = check_request(gpus, strategy=strategy, plan=plan, **chosen)
+    check_gpus(request.gpus)
+    with without_dropout() as dropped:
+        traced, batch = _traced(model, example, request)
+    batch = with_values(batch, invented=example[0] is None and example[1] is None)
+    case = Case(
+        type(model).__name__, model, traced, batch, request.loss_fn, dtype_to_trace(model, request), tuple(dropped)
+    )
+    request.say("running on one device")
+    verifier = Verifier(
+        case, steps, tolerance, train_with, start=lambda n: LocalRanks.start(n, timeout_s=COLLECTIVE_TIMEOUT_S)
+    )
+    evaluators: list[Evaluator] = []
+
+    def make_plan(name: str) -> Plan:
+        if request.plan is not None:
+            found = request.plan
+        else:
+            if not evaluators:
+                evaluators.append(Evaluator(_problem(model, traced.graph, request)))
+            problem = evaluators[0].problem
+            request.say("searching")
+            if name == "auto":
+                found = search(problem, request.time_limit_s, request.progress)
+            else:
+                found = plan_by_hand(evaluators[0], name)
+        verify_plan(found, traced.graph)
+        return found
+
+    return request, verifier, make_plan
+
+
+_OPTIONS: Mapping[str, Any] = {
+    "example_inputs": None, "example_kwargs": None, "example_target": None, "loss_fn": None, "cluster": "auto",
+    "global_batch": None, "optimizer": "adamw", "precision": None, "memory_limit": None, "time_limit": None, "seed": 0,
+    "progress": None,
+}  # fmt: skip
+
+
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
@@ -320,4 +445,4 @@ def _measured(
     return replace(row, measured_step_time_s=sorted(times)[len(times) // 2])
 
 
-__all__ = ["Parallel", "auto_parallelize", "compare"]
+__all__ = ["Parallel", "auto_parallelize", "compare", "verify", "verify_each"]

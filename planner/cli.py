@@ -1,4 +1,4 @@
-"""The command line: ``planner plan``, ``inspect``, ``compare``, ``run``.
+"""The command line: ``planner plan``, ``inspect``, ``compare``, ``verify``, ``run``.
 
 Results go to stdout, progress and messages to stderr. Exit codes: 2 for wrong usage, and those of ``planner.errors``.
 torch and the solver are imported by the commands that trace or solve, never by ``inspect``.
@@ -21,7 +21,16 @@ from rich.console import Console
 from planner.errors import BadInput, MeshwrightError
 from planner.ir.plan import Plan
 from planner.ir.verify import verify_plan
-from planner.report import comparison_figures, comparison_report, plan_figures, plan_report, summary
+from planner.report import (
+    Verification,
+    comparison_figures,
+    comparison_report,
+    plan_figures,
+    plan_report,
+    summary,
+    verification_figures,
+    verification_report,
+)
 from planner.sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -29,6 +38,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 MOST_LOSSES = 12  # lines of losses printed
+VERIFIED = {"unequal": 1, "failed": 7, "refused": 2}  # exit codes of outcomes, the worst first
 
 Progress = Callable[..., None]
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -159,6 +169,64 @@ def compare(
         click.echo(json.dumps(comparison_figures(rows), indent=1))
     else:
         _print(comparison_report(rows))
+
+
+@cli.command()
+@click.argument("model")
+@click.option("--gpus", type=GPUS, required=True, help="Number of ranks; processes stand for GPUs that are not there.")
+@click.option(
+    "--strategy", default="auto", show_default=True, help="One or several, comma-separated: auto,ddp,pp2.dp2 mb=4"
+)
+@click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Training steps.")
+@click.option("--tolerance", type=float, help="Error allowed, of a tensor's largest entry. [default: by dtype]")
+@_planning_options
+def verify(
+    model: str,
+    gpus: int,
+    strategy: str,
+    steps: int,
+    tolerance: float | None,
+    sequence_length: int | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Check that training MODEL under a plan equals training it on one device, tensor by tensor.
+
+    Exit code: 0 equal, 1 not equal, 2 refused, 7 failed; the worst of several strategies.
+    """
+    names = tuple(name.strip() for name in strategy.split(","))
+    if not all(names):
+        raise BadInput(f"--strategy {strategy!r} holds an empty name; write for example auto,ddp,tp")
+    rows: list[Verification] = []
+    with _progress() as progress:
+        progress("loading the model")
+        import torch
+
+        torch.manual_seed(options["seed"])  # of the model's weights
+        is_config = Path(model).suffix == ".json" or Path(model).is_dir()
+        precision = options["precision"] or ("fp32" if is_config else None)  # bf16 would show gross errors only
+        loaded = _load_model(model, options["global_batch"], sequence_length, precision, built=True)
+        from planner.api import verify_each
+
+        found = verify_each(
+            loaded.model,
+            gpus=gpus,
+            **_batch(loaded),
+            **options,
+            strategies=names,
+            steps=steps,
+            tolerance=tolerance,
+            progress=progress,
+        )
+        for row in found:
+            rows.append(row)
+            if not as_json:
+                _print(verification_report(row))
+    if as_json:
+        click.echo(json.dumps(verification_figures(rows), indent=1))
+    outcomes = {row.outcome for row in rows}
+    worst = next((outcome for outcome in VERIFIED if outcome in outcomes), "equal")
+    sys.exit(VERIFIED.get(worst, 0))
 
 
 @cli.command()

@@ -114,6 +114,27 @@ def resized(batch: Batch, rows: int) -> Batch:
     return Batch(args, kwargs, target)
 
 
+def with_values(batch: Batch, invented: bool) -> Batch:
+    """``batch`` fit to be computed with: zeros that stand for inputs nobody gave (``invented``) become random numbers.
+
+    Raises BadInput when a tensor is on meta.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def fill(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.device.type == "meta":
+            raise BadInput("this needs a real example batch: pass example_inputs that are not on meta")
+        if invented and value.is_floating_point() and not value.any():
+            drawn = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+            return drawn.to(value.device, value.dtype)
+        return value
+
+    args, kwargs, target = pytree.tree_map(fill, (batch.args, dict(batch.kwargs), batch.target))
+    return Batch(args, kwargs, target)
+
+
 def cast(batch: Batch, dtype: torch.dtype) -> Batch:
     """Floating-point tensors of ``batch`` in ``dtype``."""
 

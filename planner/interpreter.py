@@ -19,14 +19,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from planner.ir.graph import Argument, Graph, Node, Ref, Symbol
+from planner.ir.graph import Argument, Graph, Node, Ref, Symbol, Value
 from planner.ir.layout import Pair, Placement, R
 
 
@@ -74,8 +74,9 @@ def partition(whole: Tensor, placement: Placement, k: int) -> list[Tensor]:
 def combine(parts: Sequence[Tensor], placement: Placement) -> Tensor:
     """The whole tensor. Raises NotReplicated when ranks that hold it whole differ."""
     if placement.kind == "R":
+        close = 1e-9 if parts[0].dtype in (torch.float64, torch.complex128) else 1e-5
         for other in parts[1:]:
-            if other.shape != parts[0].shape or not torch.allclose(other, parts[0], 1e-9, 1e-9, equal_nan=True):
+            if other.shape != parts[0].shape or not torch.allclose(other, parts[0], close, close, equal_nan=True):
                 raise NotReplicated(f"ranks differ by {_distance(other, parts[0])}")
         return parts[0]
     if placement.kind == "P":
@@ -264,7 +265,7 @@ def run_whole(graph: Graph, tensors: Mapping[str, Tensor]) -> Result:
 
 
 @dataclass(frozen=True)
-class _World:
+class World:
     """All ranks of a mesh, in row-major order of ``axes``."""
 
     axes: tuple[AxisOf, ...]
@@ -298,13 +299,19 @@ class _World:
         return current[0]
 
 
-def run_sharded(graph: Graph, axes: Sequence[AxisOf], tensors: Mapping[str, Tensor]) -> Result:
+def run_sharded(
+    graph: Graph,
+    axes: Sequence[AxisOf],
+    tensors: Mapping[str, Tensor],
+    values: dict[str, list[Tensor]] | None = None,
+) -> Result:
     """``graph``: what one rank runs, sharded over ``axes`` one after the other. ``tensors``: whole leaves, by name.
 
+    ``values`` is filled with the local tensors of all ranks as they are made, so that a run that raises leaves them.
     Raises NotReplicated when ranks disagree on a value or gradient that their layout calls whole.
     """
-    world = _World(tuple(axes))
-    values: dict[str, list[Tensor]] = {}
+    world = World(tuple(axes))
+    values = {} if values is None else values
     for leaf in graph.leaves:
         placements = [axis.leaves[leaf.name].value for axis in axes]
         parts = world.partition(tensors[leaf.name], placements)
@@ -344,7 +351,7 @@ def _of_rank(values: Mapping[str, list[Tensor]], rank: int) -> Callable[[str], T
     return lambda name: values[name][rank]
 
 
-def _run_node(node: Node, world: _World, values: Mapping[str, list[Tensor]]) -> list[list[Tensor]]:
+def _run_node(node: Node, world: World, values: Mapping[str, list[Tensor]]) -> list[list[Tensor]]:
     """For each result of ``node``, the local tensors of all ranks."""
     by_rank: list[tuple[Tensor, ...]] = [()] * world.size
     if node.op == "convert":
@@ -368,23 +375,32 @@ def _run_node(node: Node, world: _World, values: Mapping[str, list[Tensor]]) -> 
     return [list(results) for results in zip(*by_rank, strict=True)]
 
 
-# --- comparison ------------------------------------------------------------------------------------------------------
+# --- precision --------------------------------------------------------------------------------------------------------
+
+_WIDER = {"float32": "float64", "float16": "float64", "bfloat16": "float64", "complex64": "complex128"}
 
 
-def first_difference(result: Result, reference: Result, pairs: Mapping[str, Pair], tolerance: float) -> str:
-    """The first value, or the last gradient, that a run on one axis gets wrong; '' when none. To find a bug."""
-    for gradients in (False, True):
-        for name in reversed(list(pairs)) if gradients else list(pairs):
-            whole, parts, pair = reference.values[name], result.values[name], pairs[name]
-            if gradients and (pair.gradient is None or whole.grad is None):
-                continue
-            own = [x.grad if x.grad is not None else torch.zeros_like(x) for x in parts] if gradients else parts
-            what = f"{'gradient' if gradients else 'value'} of {name}, {pair}"
-            try:
-                found = combine([x.detach() for x in own], (pair.gradient or R) if gradients else pair.value)
-                expected = whole.grad if gradients else whole.detach()
-                if not torch.allclose(found.double(), expected.double(), tolerance, tolerance, equal_nan=True):
-                    return f"{what}: off by {_distance(found, expected)}"
-            except NotReplicated as error:
-                return f"{what}: {error}"
-    return ""
+def widened(graph: Graph) -> Graph:
+    """``graph`` computing in float64 where it would cast to less (Hugging Face norms, rotary tables and losses do)."""
+
+    def wide(argument: Argument) -> Argument:
+        if isinstance(argument, tuple):
+            return tuple(map(wide, argument))
+        if isinstance(argument, Symbol):
+            dtype = _WIDER.get(argument.name.removeprefix("torch."))
+            return argument if dtype is None else Symbol(f"torch.{dtype}")
+        return argument
+
+    def value(v: Value) -> Value:
+        return replace(v, dtype=_WIDER.get(v.dtype, v.dtype))
+
+    nodes = tuple(
+        replace(n, args=wide(n.args), kwargs=wide(n.kwargs), outputs=tuple(map(value, n.outputs))) for n in graph.nodes
+    )
+    leaves = tuple(replace(leaf, value=value(leaf.value)) for leaf in graph.leaves)
+    return replace(graph, nodes=nodes, leaves=leaves)
+
+
+def widened_tensor(tensor: Tensor) -> Tensor:
+    dtype = _WIDER.get(str(tensor.dtype).removeprefix("torch."))
+    return tensor if dtype is None else tensor.to(getattr(torch, dtype))

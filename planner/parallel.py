@@ -94,6 +94,11 @@ class Parallel:
             result[name] = trained if trained is not None else tensor.detach().cpu()
         return result
 
+    def buffers(self) -> Named:
+        """{original name: whole tensor, on the CPU} of every buffer, those that ``state_dict`` leaves out among them."""
+        found = self._gathered("state")
+        return {name: found.get(name, tensor.detach().cpu()) for name, tensor in self._model.named_buffers()}
+
     def zero_grad(self) -> None:
         """Drop all gradients."""
         self._call("zero_grad")

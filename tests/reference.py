@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from planner.interpreter import Result, run_whole
-from planner.ir.graph import Argument, Graph, Symbol, Value
 from planner.trace import Batch, Traced, tensors_by_target, trace
 from tests.models import Case
 
 LEARNING_RATE = 1e-3
 STEPS = 3
-# A tensor this much smaller than the largest of its kind is rounding (the gradient of a key bias is exactly zero).
-ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -38,24 +35,6 @@ def input_tensors(case: Case, found: Traced) -> dict[str, torch.Tensor]:
     arguments = (case.inputs, case.kwargs, case.target)
     by_path = {pytree.keystr(path): value for path, value in pytree.tree_flatten_with_path(arguments)[0]}
     return {name: by_path[path] for name, path in found.input_paths.items()}
-
-
-def widened(graph: Graph) -> Graph:
-    """``graph`` computing in float64 where it would cast to float32 (Hugging Face norms, rotary tables and losses do)."""
-
-    def wide(argument: Argument) -> Argument:
-        if isinstance(argument, tuple):
-            return tuple(map(wide, argument))
-        return Symbol("torch.float64") if argument == Symbol("torch.float32") else argument
-
-    def value(v: Value) -> Value:
-        return replace(v, dtype="float64") if v.dtype == "float32" else v
-
-    nodes = tuple(
-        replace(n, args=wide(n.args), kwargs=wide(n.kwargs), outputs=tuple(map(value, n.outputs))) for n in graph.nodes
-    )
-    leaves = tuple(replace(leaf, value=value(leaf.value)) for leaf in graph.leaves)
-    return replace(graph, nodes=nodes, leaves=leaves)
 
 
 def by_module(case: Case) -> Reference:
@@ -98,26 +77,6 @@ def by_graph(case: Case, found: Traced) -> Reference:
     persistent = case.model.state_dict().keys()
     state = {t: x.detach() for t, x in held.items() if t in persistent}
     return Reference(losses[0], gradients, tuple(losses), state)
-
-
-def largest_error(found: Mapping[str, Any], expected: Mapping[str, Any]) -> tuple[float, str]:
-    """The largest error over all tensors, relative to the largest entry of each tensor, and the tensor that has it.
-
-    Tensors that are mere rounding are measured against the largest entry of all. A missing tensor is an infinite error.
-    """
-    known = {name: t.double() for name, t in expected.items() if t is not None}
-    overall = max(float(t.abs().max()) for t in known.values())
-    worst, where = 0.0, ""
-    for name, truth in known.items():
-        got = found.get(name)
-        if got is None:
-            return float("inf"), name
-        largest = float(truth.abs().max()) if truth.numel() else 0.0
-        scale = largest if largest > ROUNDING * overall else overall
-        error = float((got.double() - truth).abs().max()) / scale if truth.numel() else 0.0
-        if error > worst or error != error:
-            worst, where = error, name
-    return worst, where
 
 
 def assert_same(result: Result, reference: Result, tolerance: float) -> None:

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from costmodels.hardware import load_cluster
+from planner.equality import largest_error
 from planner.inputs import BatchForm
+from planner.interpreter import widened
 from planner.ir.plan import Plan
 from planner.ir.verify import verify_plan
 from planner.lower import lower
@@ -25,7 +27,7 @@ from planner.strategies import plan_by_hand
 from planner.trace import Batch, Traced
 from runtime.launch import LocalRanks
 from tests.models import MODELS, Case
-from tests.reference import LEARNING_RATE, STEPS, Reference, by_graph, by_module, largest_error, traced, widened
+from tests.reference import LEARNING_RATE, STEPS, Reference, by_graph, by_module, traced
 
 pytestmark = pytest.mark.gloo
 

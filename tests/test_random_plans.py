@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from planner.batch import MICRO, leaf_pair, split_batch
+from planner.diagnosis import first_difference
 from planner.errors import BadInput
-from planner.interpreter import AxisOf, Result, first_difference, run_sharded, run_whole
+from planner.interpreter import AxisOf, Result, run_sharded, run_whole, widened
 from planner.ir.graph import Graph, Node, Value
 from planner.ir.layout import COMMUNICATING, PARTIAL, REPLICATED, WHOLE, Pair
 from planner.layouts import leaf_classes
@@ -32,7 +33,7 @@ from planner.sharding_rules.cuts import find_cuts
 from planner.trace import Batch
 from tests.models import MODELS
 from tests.operator_graphs import from_model
-from tests.reference import assert_same, widened
+from tests.reference import assert_same
 
 TOLERANCE = 1e-9
 PLANS = 12
@@ -115,7 +116,8 @@ def check_plan(name: str, k: int, seed: int) -> None:
     try:
         assert_same(result, reference, TOLERANCE)
     except AssertionError as error:
-        first = first_difference(result, reference, sharded.pairs, 1e-9)
+        pairs = {name: (pair,) for name, pair in sharded.pairs.items()}
+        first = first_difference(graph, result.values, reference.values, [axis], pairs, 1e-9)
         raise AssertionError(f"{name} on {k} devices, plan {seed}: {error}; {first}") from error
 
 
