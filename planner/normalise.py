@@ -9,6 +9,7 @@
     plain_copies       copy(x, y), left by y written into a part of x -> y in the shape and dtype of x; x.expand_as(y) and
                        x.type_as(y) likewise, x.new_zeros(size) -> full: a tensor that only lends its shape or dtype is
                        not read
+    open_bags          embedding_bag of rows of equal length -> embedding, summed or averaged (planner.lookups)
     plain_batch_norm   forms of BatchNorm that write no statistics -> aten.batch_norm with its one result
     share_equal        a gradient-free tensor made twice in the same way -> once
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.ir.graph import Argument, Graph, Node, Ref, Symbol, Value, map_refs
+from planner.lookups import open_bags
 from planner.spellings import one_spelling
 
 MEAN, SUM = 1, 2
@@ -34,6 +36,7 @@ def normalise(graph: Graph) -> Graph:
         count_from_front,
         added_constants,
         plain_copies,
+        open_bags,
         plain_batch_norm,
         share_equal,
     ):
@@ -244,13 +247,16 @@ def _with_constant(node: Node, graph: Graph, taken: set[str]) -> tuple[Node, ...
 def plain_copies(graph: Graph) -> Graph:
     """``copy(x, y)`` reads nothing of x but its shape and dtype, and has no derivative in torch.
 
-    ``expand_as(x, y)`` reads of y only the shape, ``type_as(x, y)`` and ``new_full(y, size, value)`` only the dtype.
+    ``expand_as(x, y)`` reads of y only the shape, ``type_as(x, y)`` and ``new_full(y, size, value)`` only the dtype;
+    ``fill(x, value)`` of x both.
     """
     nodes: list[Node] = []
     taken = set(graph.values)
     for node in graph.nodes:
         if node.op in LENDING:
             nodes.extend(_copied(node, graph, taken))
+        elif node.op == "aten.fill.Scalar":
+            nodes.append(_filled(node.output, node.output.shape, node.args[1], node.module))
         elif node.op in FILLING:
             nodes.append(_filled(node.output, node.args[1], (*node.args, FILLING[node.op])[2], node.module))
         else:
@@ -267,7 +273,7 @@ def _filled(value: Value, size: Argument, number: Argument, module: str) -> Node
 
 
 # Which operand is copied; the other lends its shape or dtype.
-LENDING = {"aten.copy.default": 1, "aten.expand_as.default": 0, "aten.type_as.default": 0}
+LENDING = {"aten.copy.default": 1, "aten.expand_as.default": 0, "aten.type_as.default": 0, "aten.fill.Tensor": 1}
 
 
 def _copied(node: Node, graph: Graph, taken: set[str]) -> tuple[Node, ...]:

@@ -12,7 +12,8 @@ A cut is a dominator of the loss in the main part: every path from the inputs to
 tensor separates before from after (Cooper, Harvey, Kennedy: A Simple, Fast Dominance Algorithm;
 networkx.immediate_dominators). What is made from weights alone (1 + weight in a norm) is on no such path: it is made in
 the first segment that reads it. Cuts inside an element of a module list are dropped (a transformer layer is one
-segment), as are those that leave a segment without weights.
+segment), as are those that leave a segment without weights. Where skips hide the dominators, segments are cut further,
+between modules: several tensors cross there.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def main_nodes(graph: Graph) -> frozenset[str]:
 
 def cut_into_segments(graph: Graph) -> Graph:
     main = main_nodes(graph)
-    chain = _cuts(graph, main)
-    segment_of = _assign(graph, main, chain)
+    segment_of = _refine(graph, _assign(graph, main, _cuts(graph, main)))
+    _follow(graph, main, segment_of)
     nodes = [replace(node, segment=segment_of.get(node.name, SHARED)) for node in graph.nodes]
     nodes.sort(key=lambda node: node.segment)
     return replace(graph, nodes=tuple(nodes))
@@ -87,9 +88,7 @@ def _separates(node: Node, graph: Graph, main: frozenset[str]) -> bool:
     readers = [[n for n in graph.consumers[value.name] if n.name in main] for value in node.outputs]
     if sum(bool(found) for found in readers) != 1 or not node.output.differentiable:
         return False
-    modules = {node.module, *(n.module for found in readers for n in found)}
-    common = _common_path(sorted(modules))
-    return not any(part.isdigit() for part in common) and (len(modules) > 1 or modules == {""})
+    return _between([node.module, *(n.module for found in readers for n in found)])
 
 
 def _common_path(paths: list[str]) -> list[str]:
@@ -103,7 +102,7 @@ def _common_path(paths: list[str]) -> list[str]:
 
 
 def _assign(graph: Graph, main: frozenset[str], chain: list[str]) -> dict[str, int]:
-    """Each main node's segment: the first cut it is an ancestor of; nodes the loss does not need join the last."""
+    """The segment of each main node that the loss needs: the first cut it is an ancestor of."""
     by_name = {node.name: node for node in graph.nodes}
     segment_of: dict[str, int] = {}
     for index, cut in enumerate(chain):
@@ -114,11 +113,75 @@ def _assign(graph: Graph, main: frozenset[str], chain: list[str]) -> dict[str, i
                 continue
             segment_of[name] = index
             stack.extend(graph.producers[x].name for x in by_name[name].operands if x in graph.producers)
-    for node in graph.nodes:  # buffer writes: with the operator they follow
+    return segment_of
+
+
+def _follow(graph: Graph, main: frozenset[str], segment_of: dict[str, int]) -> None:
+    """Main nodes the loss does not need (buffer writes) join the operator they follow."""
+    for node in graph.nodes:
         if node.name in main and node.name not in segment_of:
             earlier = [segment_of.get(graph.producers[x].name, 0) for x in node.operands if x in graph.producers]
             segment_of[node.name] = max(earlier, default=0)
-    return segment_of
+
+
+def _refine(graph: Graph, segment_of: Mapping[str, int]) -> dict[str, int]:
+    """Segments in which several modules with weights follow one another are cut between these, in the order they run.
+
+    A skip connection, an encoder's result that every decoder layer reads or a loss over all layers hides the cuts that
+    one tensor crosses. Of the places between two modules with weights, that with the fewest bytes to send is taken.
+    """
+    parts: list[list[Node]] = [[] for _ in range(1 + max(segment_of.values(), default=0))]
+    for node in graph.nodes:
+        if node.name in segment_of:
+            parts[segment_of[node.name]].append(node)
+    fed, parameters = _fed(graph), {leaf.name for leaf in graph.leaves if leaf.kind == "parameter"}
+    weighted = {n.name for n in graph.nodes if n.name in fed and any(x in parameters for x in n.operands)}
+    refined: dict[str, int] = {}
+    for part in parts:
+        first = 1 + max(refined.values(), default=-1)
+        ends = _places(graph, part, weighted)
+        for number, (start, end) in enumerate(zip([0, *ends], [*ends, len(part)], strict=True)):
+            refined.update((node.name, first + number) for node in part[start:end])
+    return refined
+
+
+def _places(graph: Graph, part: list[Node], weighted: set[str]) -> list[int]:
+    """Where to cut ``part``, nodes in the order they run: the number of nodes before each cut."""
+    units = [_unit(node.module) for node in part if node.name in weighted]
+    if len(set(units)) < 2:
+        return []
+    last = {name: place for place, node in enumerate(part) for name in node.operands}
+    inside = {node.name for node in part}
+    for node in part:
+        for value in node.outputs:
+            if value.name == graph.loss or any(n.name not in inside for n in graph.consumers[value.name]):
+                last[value.name] = len(part)
+    open_bytes = seen = 0
+    closing: dict[int, int] = {}
+    best: dict[int, tuple[int, int]] = {}
+    for place, node in enumerate(part[:-1]):
+        seen += node.name in weighted
+        open_bytes -= closing.pop(place, 0)
+        for value in node.outputs:
+            if last.get(value.name, -1) > place:
+                open_bytes += value.size_bytes
+                closing[last[value.name]] = closing.get(last[value.name], 0) + value.size_bytes
+        if 0 < seen < len(units) and units[seen - 1] != units[seen] and _between([node.module, part[place + 1].module]):
+            best[seen] = min(best.get(seen, (open_bytes, place + 1)), (open_bytes, place + 1))
+    return [place for _, place in sorted(best.values(), key=lambda found: found[1])]
+
+
+def _unit(path: str) -> str:
+    """The element of the outermost module list that ``path`` is in; without one, all of ``path``."""
+    parts = path.split(".")
+    end = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
+    return ".".join(parts[: end + 1])
+
+
+def _between(paths: list[str]) -> bool:
+    """Whether a place between operators of these modules is neither in an element of a module list nor in one module."""
+    modules = sorted(set(paths))
+    return not any(part.isdigit() for part in _common_path(modules)) and (len(modules) > 1 or modules == [""])
 
 
 def _merge(graph: Graph, main: frozenset[str], chain: list[str]) -> list[str]:

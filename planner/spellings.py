@@ -128,6 +128,20 @@ def _take_along(node: Node, graph: Graph) -> Node:
     return replace(node, op="aten.gather.default", args=(_first(node), along, node.args[1]), kwargs=())
 
 
+def _grouped_mm(node: Node, graph: Graph) -> Node:
+    """torch._grouped_mm and its stand-in in transformers: rows sorted by group, each times the matrix of its group."""
+    shapes = [graph.values[name].shape for name in node.operands]
+    plain = len(node.args) == 3 or not any(node.args[3:])
+    if [len(shape) for shape in shapes] != [2, 3, 1] or not plain or any(dict(node.kwargs).values()):
+        return node
+    return replace(node, op="grouped_mm", args=tuple(map(Ref, node.operands)), kwargs=())
+
+
+def _empty(node: Node, graph: Graph) -> Node:
+    """What nobody reads before it is written may as well be zero, and then equal everywhere."""
+    return replace(node, op="aten.zeros_like.default", args=node.args[:1], kwargs=())
+
+
 SPELLINGS: Mapping[str, Callable[[Node, Graph], Node]] = {
     **dict.fromkeys(("ravel", "view_as", "reshape_as", "atleast_1d", "atleast_2d", "atleast_3d"), _as_view),
     "broadcast_to": _as_expand,
@@ -146,4 +160,6 @@ SPELLINGS: Mapping[str, Callable[[Node, Graph], Node]] = {
     "dstack": _cat_at(lambda node, rank: 2),
     "column_stack": _cat_at(lambda node, rank: 1),
     "take_along_dim": _take_along,
+    **dict.fromkeys(("_grouped_mm", "transformers.grouped_mm_fallback"), _grouped_mm),
+    "empty_like": _empty,
 }

@@ -21,6 +21,11 @@ from planner.errors import TraceError
 from planner.trace_failure import place_here, place_in_text
 
 PLAIN = (bool, int, float, str)
+HOOKS = frozenset(
+    f"_{when}{more}"
+    for when in ("forward_hooks", "forward_pre_hooks")
+    for more in ("", "_with_kwargs", "_always_called")
+)
 
 
 def refuse_hooks(model: torch.nn.Module) -> None:
@@ -39,8 +44,9 @@ def refuse_hooks(model: torch.nn.Module) -> None:
 
 @contextmanager
 def attributes_kept(model: torch.nn.Module) -> Iterator[None]:
-    """What forward keeps on its modules is gone afterwards: it would be stand-ins."""
+    """What forward keeps on its modules is gone afterwards: it would be stand-ins. So are the hooks it registers."""
     before = [(module, dict(vars(module))) for module in model.modules()]
+    held = [(own, dict(own)) for _, found in before for name, own in found.items() if name in HOOKS]
     try:
         yield
     finally:
@@ -49,6 +55,9 @@ def attributes_kept(model: torch.nn.Module) -> Iterator[None]:
             for name in [name for name in now if name not in attributes]:
                 del now[name]
             now.update({name: value for name, value in attributes.items() if now.get(name) is not value})
+        for own, hooks in held:
+            own.clear()
+            own.update(hooks)
 
 
 @contextmanager

@@ -138,6 +138,18 @@ def cross_entropy_count(
     return (weight.detach().to(dtype)[target.masked_fill(~kept, 0)] * kept).sum()
 
 
+def grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Rows of ``x`` [t, i], sorted by group, each times the matrix of its group: [t, o].
+
+    ``weight``: [e, i, o]. ``ends``: [e], the number of rows up to the end of each group; rows behind the last give zero.
+    """
+    if x.is_cuda and x.dtype == torch.bfloat16 and ends.dtype == torch.int32:
+        return F.grouped_mm(x, weight, offs=ends)
+    bounds = [0, *ends.tolist()]
+    products = [x[a:b] @ w for a, b, w in zip(bounds, bounds[1:], weight, strict=False)]
+    return torch.cat((*products, x.new_zeros(x.shape[0] - bounds[-1], weight.shape[2])))
+
+
 def random_seed(rng: torch.Tensor, site: int, axes: Sequence[Axis] = ()) -> int:
     """A seed in [0, 2^63) from the values of ``rng`` (int64), the place in the program and the coordinates on ``axes``.
 

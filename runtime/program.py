@@ -9,6 +9,7 @@ from runtime.normalization import batch_norm
 from runtime.operators import (
     cross_entropy_count,
     dropout,
+    grouped_mm,
     micro_slice,
     seeded,
     vocab_parallel_cross_entropy_sum,
@@ -27,6 +28,7 @@ __all__ = [
     "convert",
     "cross_entropy_count",
     "dropout",
+    "grouped_mm",
     "micro_slice",
     "seeded",
     "vocab_parallel_cross_entropy_sum",

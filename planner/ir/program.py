@@ -57,6 +57,7 @@ from runtime.program import (
     convert,
     cross_entropy_count,
     dropout,
+    grouped_mm,
     micro_slice,
     seeded,
     vocab_parallel_cross_entropy_sum,

@@ -230,12 +230,17 @@ def _vocab_embedding(node: Node, name: Name, site: str) -> str:
     return f"vocab_parallel_embedding({name(ids.name)}, {name(weight.name)}, {axis}{padding})"
 
 
+def _grouped_mm(node: Node, name: Name, site: str) -> str:
+    return f"grouped_mm({_call(node, name)})"
+
+
 def _tensor(node: Node, name: Name, site: str) -> str:
     return f"torch.tensor({_call(node, name)})"
 
 
 OWN: Mapping[str, Callable[[Node, Name, str], str]] = {
     "tensor": _tensor,
+    "grouped_mm": _grouped_mm,
     "dropout": _dropout,
     "attention_with_dropout": _attention_with_dropout,
     "batch_norm": _batch_norm,

@@ -20,7 +20,7 @@ from planner.lower.source import LINE, conversion_comment, expression
 KEYWORDS = frozenset(
     "and as assert async await break class continue def del elif else except finally for from global if import in is lambda "
     "nonlocal not or pass raise return try while with yield None True False self torch nn F aten convert batch_norm dropout "
-    "seeded tp dp device rng site part sum type".split()
+    "grouped_mm seeded tp dp device rng site part sum type".split()
 )
 SITES_A_SEGMENT = 1000
 
@@ -232,9 +232,9 @@ def _stage_class(stage: StageText, chosen: list[_Class]) -> str:
     scope = _Scope()
     for name, attribute in stage.attributes.items():
         scope.names[name] = f"self.{attribute}"
+    keywords = _keywords(stage, scope)
     main = [scope.bind(name, "x" if i == 0 else f"x{i}") for i, (name, _) in enumerate(stage.receives)]
     body: list[str] = []
-    keywords = _keywords(stage, scope)
     for name, text in stage.receives:
         if text:
             body.append(f'{scope(name)} = convert({scope(name)}, tp, "{text}")')

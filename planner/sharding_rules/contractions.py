@@ -183,3 +183,29 @@ def recurrent(node: Node, values: Mapping[str, Value]) -> Rule | None:
     weights = tuple(tuple(() for _ in values[name].shape) for name in node.operands[1 + states :])
     sizes = {"n": x.shape[0 if node.args[8] else 1]}
     return Rule((sequence, *(state,) * states, *weights), (sequence, *(state,) * states), sizes)
+
+
+def grouped_mm(node: Node, values: Mapping[str, Value]) -> Rule:
+    """grouped_mm(x [t, i], weight [e, i, o], ends [e]): which rows belong to which matrix needs all rows and all ends."""
+    return parse_rule("[t] i, [e] i o, [e] -> [t] o", _tensors(node, values), node.outputs, linear=((0,), (1,)))
+
+
+def cell(node: Node, values: Mapping[str, Value]) -> Rule | None:
+    """lstm_cell, gru_cell, rnn_tanh_cell, rnn_relu_cell(x [n, i], states [n, h], weights, biases): the batch is free."""
+    rows = values[node.operands[0]].shape
+    states = 2 if node.base == "lstm_cell" else 1
+    if len(rows) != 2:
+        return None
+    row: Dims = (("n",), ())
+    weights = tuple(tuple(() for _ in values[name].shape) for name in node.operands[1 + states :])
+    return Rule((row, *(row,) * states, *weights), (row,) * len(node.outputs), {"n": rows[0]})
+
+
+def embedding_bag(node: Node, values: Mapping[str, Value]) -> Rule | None:
+    """embedding_bag(table, ids, offsets, scale_grad_by_freq, mode, sparse, ..): the hidden dim is free."""
+    table = values[node.operands[0]]
+    if option(node, 3, "scale_grad_by_freq", False) or len(table.shape) != 2:
+        return None
+    others = tuple(tuple(() for _ in values[name].shape) for name in node.operands[1:])
+    outputs = tuple(((), ("h",)) if i == 0 else tuple(() for _ in v.shape) for i, v in enumerate(node.outputs))
+    return Rule(((("v",), ("h",)), *others), outputs, {"v": table.shape[0], "h": table.shape[1]}, frozenset({"v"}))

@@ -79,6 +79,28 @@ def layer_norm(node: Node, values: Mapping[str, Value]) -> Rule:
     return Rule((letters, *(inner for _ in node.operands[1:])), (letters,), _sizes(shape), whole)
 
 
+def weight_norm(node: Node, values: Mapping[str, Value]) -> Rule:
+    """_weight_norm(v, g, dim): each slice of v along dim is scaled to the length g tells."""
+    shape, scale = (values[name].shape for name in node.operands)
+    dim = int(option(node, 2, "dim", 0))
+    letters = _letters(shape)
+    kept = {dim % len(shape)} if dim >= 0 else set[int]()
+    along = tuple(letters[d] if d in kept else () for d in range(len(shape))) if len(scale) == len(shape) else ()
+    return Rule(
+        (letters, along), (letters,), _sizes(shape), frozenset(f"d{d}" for d in range(len(shape)) if d not in kept)
+    )
+
+
+def fft(node: Node, values: Mapping[str, Value]) -> Rule:
+    """fft.rfft, irfft, fft, ifft(x, n, dim, norm) and hfft, ihfft: the dim stays whole, the others are free; linear."""
+    shape, out = values[node.operands[0]].shape, node.output.shape
+    dim = int(option(node, 2, "dim", -1)) % len(shape)
+    letters = _letters(shape)
+    result = tuple(("t",) if d == dim else letter for d, letter in enumerate(letters))
+    sizes = _sizes(shape) | {"t": out[dim]}
+    return Rule((letters,), (result,), sizes, frozenset({f"d{dim}", "t"}), linear=(frozenset({0}),))
+
+
 def group_norm(node: Node, values: Mapping[str, Value]) -> Rule:
     """group_norm(x [n, (g r), ..], groups, weight, bias, eps): groups can be cut, and the batch."""
     shape = values[node.operands[0]].shape

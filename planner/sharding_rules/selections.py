@@ -76,25 +76,74 @@ def gather(node: Node, values: Mapping[str, Value]) -> Rule:
 
 
 def scatter(node: Node, values: Mapping[str, Value]) -> Rule | None:
-    """scatter(x, dim, index, values or number), scatter_add: dims, but for ``dim``, in which all are equal are free."""
+    """scatter(x, dim, index, values or number), scatter_add: dims, but for ``dim``, in which all are equal are free.
+
+    What scatter_add adds up may be cut along ``dim``: each share gives a partial sum.
+    """
     tensors = [values[name] for name in node.operands]
     shape, rank = tensors[0].shape, len(tensors[0].shape)
     if len(dict(node.kwargs)) or any(len(value.shape) != rank for value in tensors):
         return None
     dim = int(node.args[1]) % rank
+    sums = node.base == "scatter_add" and tensors[1].shape[dim] == tensors[2].shape[dim]
     sizes, whole, operands = _sizes(shape), {f"d{dim}"}, []
     for number, value in enumerate(tensors):
         dims: list[Dim] = []
         for d, size in enumerate(value.shape):
             equal = d != dim and all(other.shape[d] == shape[d] for other in tensors)
-            name = f"d{d}" if equal or not number else f"t{number}_{d}"
+            added = sums and d == dim and number > 0
+            name = "t" if added else f"d{d}" if equal or not number else f"t{number}_{d}"
             sizes[name] = size
-            if not equal:
+            if not equal and not added:
                 whole.add(name)
             dims.append((name,))
         operands.append(tuple(dims))
     linear = (frozenset({0, 2}),) if len(tensors) == 3 else ()
-    return Rule(tuple(operands), (operands[0],), sizes, frozenset(whole), linear=linear)
+    additive = frozenset({0}) if sums else frozenset[int]()
+    return Rule(tuple(operands), (operands[0],), sizes, frozenset(whole), additive, linear)
+
+
+def index_add(node: Node, values: Mapping[str, Value]) -> Rule | None:
+    """index_add(x, dim, index, source): x is whole along dim; shares of what is added give partial sums."""
+    source = values[node.operands[0]]
+    if not source.shape:
+        return None
+    dim = int(node.args[1]) % len(source.shape)
+    letters = _letters(len(source.shape))
+    added = tuple(("t",) if d == dim else letter for d, letter in enumerate(letters))
+    sizes = _sizes(source.shape) | {"t": values[node.operands[1]].numel}
+    index: Dims = (("t",),) if values[node.operands[1]].shape else ()
+    whole = {f"d{dim}"} if index else {f"d{dim}", "t"}
+    linear = (frozenset({0, 2}),)
+    return Rule((letters, index, added), (letters,), sizes, frozenset(whole), frozenset({0}), linear)
+
+
+def index_put(node: Node, values: Mapping[str, Value]) -> Rule | None:
+    """index_put(x [x.., r..], indices [i..], values [i.., r..], accumulate): indexed dims of x, the first ones, are whole.
+
+    Where values are added up (accumulate) shares of them give partial sums; else they stay whole along the indices.
+    """
+    indices = node.args[1]
+    if not isinstance(indices, tuple) or not all(isinstance(item, Ref) for item in indices):
+        return None
+    source, *rest = (values[name] for name in node.operands)
+    index, put = rest[:-1], rest[-1]
+    picked = index[0].shape
+    if any(value.shape != picked or value.dtype == "bool" for value in index) or not picked:
+        return None
+    count = len(index)
+    free = source.shape[count:]
+    if put.shape != (*picked, *free):
+        return None
+    read, kept = tuple((f"x{n}",) for n in range(count)), tuple((f"r{n}",) for n in range(len(free)))
+    chosen = tuple((f"i{n}",) for n in range(len(picked)))
+    sizes = dict(zip((d[0] for d in (*read, *kept)), source.shape, strict=True))
+    sizes |= {dim[0]: size for dim, size in zip(chosen, picked, strict=True)}
+    adds = len(node.args) > 3 and bool(node.args[3])
+    whole = {dim[0] for dim in read} | (set() if adds else {dim[0] for dim in chosen})
+    operands = ((*read, *kept), *(chosen for _ in index), (*chosen, *kept))
+    linear = (frozenset({0, len(operands) - 1}),)
+    return Rule(operands, (operands[0],), sizes, frozenset(whole), frozenset({0}) if adds else frozenset(), linear)
 
 
 def slice_scatter(node: Node, values: Mapping[str, Value]) -> Rule:

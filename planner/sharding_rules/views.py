@@ -138,14 +138,16 @@ def repeat(node: Node, values: Mapping[str, Value]) -> Rule:
 
 
 def repeat_interleave(node: Node, values: Mapping[str, Value]) -> Rule | None:
-    """repeat_interleave(x, times, dim): each element of a dim of n repeated r times is (n r)."""
+    """repeat_interleave(x, times, dim): each element of a dim of n repeated r times is (n r); without dim, of them all."""
     shape, times = values[node.operands[0]].shape, node.args[1]
     dim = option(node, 2, "dim", None)
-    if not isinstance(times, int) or dim is None:
+    if not isinstance(times, int):
         return None
     letters = _names("d", len(shape))
     sizes = dict(zip(letters, shape, strict=True)) | {"r": times}
     inside = tuple((x,) for x in letters)
+    if dim is None:
+        return Rule((inside,), (((*letters, "r"),),), sizes, frozenset({"r"}), linear=PASS)
     out = tuple((x, "r") if i == int(dim) % len(shape) else (x,) for i, x in enumerate(letters))
     return Rule((inside,), (out,), sizes, frozenset({"r"}), linear=PASS)
 
