@@ -34,7 +34,7 @@ def _opened(node: Node, graph: Graph, taken: set[str]) -> tuple[Node, ...]:
         scaled
         or sparse
         or last
-        or (padding or -1) >= 0
+        or (padding is not None and padding >= 0)
         or mode not in (SUM, MEAN)
         or len(ids.shape) != 1
         or node.kwargs

@@ -75,7 +75,8 @@ def by_graph(case: Case, found: Traced) -> Reference:
             gradients = {t: result.gradients[leaf.name] for t, leaf in targets.items() if leaf.trainable}
         optimizer.step()
     persistent = case.model.state_dict().keys()
-    state = {t: x.detach() for t, x in held.items() if t in persistent}
+    names = {name: t for t, leaf in targets.items() for name in (t, *leaf.aliases)}
+    state = {name: held[t].detach() for name, t in names.items() if name in persistent}
     return Reference(losses[0], gradients, tuple(losses), state)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from costmodels.hardware import load_cluster
 from planner.errors import InvalidPlan
@@ -16,7 +17,7 @@ from planner.ir.program import Program
 from planner.lower import lower
 from planner.solve.configuration import Evaluator, Problem
 from planner.strategies import plan_by_hand
-from planner.trace import Traced, tensors_by_target
+from planner.trace import Batch, Traced, tensors_by_target, trace
 from runtime.collectives import Axis
 from runtime.stage_module import build_stage
 from runtime.state import fill
@@ -129,3 +130,26 @@ def test_a_strategy_the_operator_does_not_have_is_refused() -> None:
         lower(found.graph, replace(plan, layouts=edited))
     with pytest.raises(InvalidPlan, match="another model"):
         lower(found.graph, replace(plan, graph_digest="0" * 64))
+
+
+class Teacher(nn.Module):
+    """An input called x that the last stage reads too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for layer in self.layers:
+            y = layer(y + x).tanh()
+        return y.square().mean()
+
+
+def test_an_input_keeps_its_name_beside_what_a_stage_receives() -> None:
+    found = trace(Teacher(), Batch((torch.randn(8, 8),), {}))
+    cluster = load_cluster("dgx-a100-80gb", 2)
+    problem = Problem("teacher", found.graph, cluster, "adamw", "float32", cluster.device.memory_bytes)
+    program = lower(found.graph, plan_by_hand(Evaluator(problem), "model"))
+    assert program.stages[1].inputs == ("x",)
+    assert "def forward(self, x_1, *, x):" in program.stages[1].source

@@ -19,7 +19,7 @@ from planner.normalise import count_from_front
 from planner.shard import shard as shard_graph
 from planner.sharding_rules import Rule, Special, Strategy, has_rule, rule_of, strategies, unknown_rule
 from planner.trace import Batch
-from tests import rule_cases
+from tests import rule_cases, rule_cases_sums
 from tests.models import seeded
 from tests.operator_graphs import Case, Traced, from_model, trace_cases
 from tests.reference import assert_same
@@ -32,6 +32,7 @@ FAMILIES = {
     "views": rule_cases.views,
     "writes": rule_cases.writes,
     "spellings": rule_cases.spellings,
+    "sums": rule_cases_sums.sums,
 }
 TOLERANCE = 1e-12
 
@@ -177,6 +178,21 @@ def test_attention_with_dropout_of_nothing() -> None:
     traced = by_hand(node, leaves)
     assert {s.letter for s in options(traced.graph, node, 2)} == {"", "b1", "b2", "q"}
     check_node(traced, node, 2)
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_grouped_products(k: int) -> None:
+    """Rows of four groups, one of them empty, and rows that belong to none."""
+    ends = Leaf("constant", "ends", Value("ends", (4,), "int32"))
+    node = Node("grouped_mm", (Ref("x"), Ref("w"), Ref("ends")), (result(8, 12),))
+    traced = by_hand(node, (weight("x", 8, 8), weight("w", 4, 8, 12), ends))
+    traced.tensors["ends"] = torch.tensor([3, 3, 5, 7], dtype=torch.int32)
+    assert {s.letter for s in strategies(rule_of(node, traced.graph.values), node, traced.graph.values, k)} == {
+        "",
+        "i",
+        "o",
+    }
+    check_node(traced, node, k)
 
 
 # --- shapes drawn at random -------------------------------------------------------------------------------------------

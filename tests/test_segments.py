@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from planner.costing import crossing
 from planner.ir.graph import Graph
 from planner.segments import (
     cut_into_segments,
@@ -24,6 +25,7 @@ from planner.sharding_rules.cuts import find_cuts
 from planner.trace import Batch, trace
 from tests.models import MODELS
 from tests.reference import traced
+from tests.zoo import ZOO
 
 WIDTH, BATCH = 8, 4
 
@@ -157,10 +159,44 @@ def test_a_penalty_on_weights_is_part_of_the_last_segment() -> None:
     assert len(squares) == len(weights) and {node.segment for node in squares} == {4}
 
 
-def test_a_skip_over_layers_joins_them() -> None:
+def test_a_skip_over_layers_travels_along() -> None:
     graph, kinds = chain(Stack(skip=True))
-    assert len(kinds) == 3
-    assert {node.segment for node in graph.nodes if node.module.startswith(("layers.1", "layers.2"))} == {1}
+    assert len(kinds) == 4
+    assert [len(crossing(graph, number)) for number in range(3)] == [1, 2, 1]
+
+
+class TwoTowers(nn.Module):
+    """Layers that read the first tower's result, and a tail that reads all layers' results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)) for _ in range(2))
+        self.tail = nn.Linear(3 * WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for layer in self.first:
+            y = layer(y).tanh()
+        kept = []
+        for layer in self.second:
+            x = layer(x + y).tanh()
+            kept.append(x)
+        return self.tail(torch.cat(kept, -1))
+
+
+def test_an_encoder_and_results_of_every_layer_travel_along() -> None:
+    graph, kinds = chain(TwoTowers())
+    labels = [segment_label(graph, nodes) for nodes in segment_nodes(graph)]
+    assert labels == [*(f"first.{i}" for i in range(3)), *(f"second.{i}" for i in range(3)), "tail"]
+    assert [len(crossing(graph, number)) for number in range(6)] == [1, 1, 1, 2, 3, 1]
+    assert len(kinds) == 7
+
+
+def test_parts_of_one_layer_that_hide_a_cut_stay_together() -> None:
+    """Query, key and value of one element of a list are never parted."""
+    graph = cut_into_segments(traced(ZOO["six_heads"]()).graph)
+    labels = [segment_label(graph, nodes) for nodes in segment_nodes(graph)]
+    assert labels == ["0", "1"]
 
 
 def test_noise_stays_with_the_layer_that_adds_it() -> None:

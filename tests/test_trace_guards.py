@@ -144,3 +144,24 @@ def test_what_forward_counts_or_keeps_is_told_and_put_back() -> None:
     )
     assert (model.count, model.kept, hasattr(model, "more")) == (0, None, False)
     assert traced(lambda model, x: x).graph.notes == ()
+
+
+class Recording(nn.Module):
+    """Registers, at its first call, a hook that doubles what a layer gives, as libraries that record layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not getattr(self, "is_recording", False):
+            self.first.register_forward_hook(lambda module, inputs, output: 2 * output)
+            self.is_recording = True
+        return self.first(x).mean()
+
+
+def test_a_hook_registered_in_forward_is_there_once() -> None:
+    model, x = Recording(), torch.randn(2, 4)
+    trace(model, Batch((x,), {}))
+    assert not model.first._forward_hooks and not hasattr(model, "is_recording")
+    assert torch.equal(model(x), 2 * nn.functional.linear(x, model.first.weight, model.first.bias).mean())

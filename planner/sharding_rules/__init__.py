@@ -31,7 +31,6 @@ _RULES: tuple[tuple[RuleOf, str], ...] = (
     (contractions.convolution, "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"),
     (contractions.recurrent, "lstm gru rnn_tanh rnn_relu"),
     (contractions.grouped_mm, "grouped_mm"),
-    (contractions.embedding_bag, "embedding_bag"),
     (contractions.cell, "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"),
     (selections.index, "index"),
     (selections.index_select, "index_select"),

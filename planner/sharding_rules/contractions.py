@@ -199,13 +199,3 @@ def cell(node: Node, values: Mapping[str, Value]) -> Rule | None:
     row: Dims = (("n",), ())
     weights = tuple(tuple(() for _ in values[name].shape) for name in node.operands[1 + states :])
     return Rule((row, *(row,) * states, *weights), (row,) * len(node.outputs), {"n": rows[0]})
-
-
-def embedding_bag(node: Node, values: Mapping[str, Value]) -> Rule | None:
-    """embedding_bag(table, ids, offsets, scale_grad_by_freq, mode, sparse, ..): the hidden dim is free."""
-    table = values[node.operands[0]]
-    if option(node, 3, "scale_grad_by_freq", False) or len(table.shape) != 2:
-        return None
-    others = tuple(tuple(() for _ in values[name].shape) for name in node.operands[1:])
-    outputs = tuple(((), ("h",)) if i == 0 else tuple(() for _ in v.shape) for i, v in enumerate(node.outputs))
-    return Rule(((("v",), ("h",)), *others), outputs, {"v": table.shape[0], "h": table.shape[1]}, frozenset({"v"}))
