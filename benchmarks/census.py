@@ -33,6 +33,7 @@ RANKS = 4
 CLUSTER = "dgx-a100-80gb"
 STEPS = 3
 OUTCOMES = ("equal", "refused", "fails", "unequal")
+WORKER = (sys.executable, "-m", "benchmarks.census", "--work")
 MARKS = {"equal": "equal", "refused": "refused", "fails": "**fails**", "unequal": "**UNEQUAL**"}
 
 
@@ -128,15 +129,21 @@ def _planner(name: str, graph: Any) -> Any:
 
     evaluators: dict[int, Evaluator] = {}
 
-    def make_plan(strategy: str) -> Any:
-        ranks = RANKS
-        if strategy.startswith(("pp", "dp", "tp")) and strategy.split()[0] not in ("tp",):
-            ranks = Mesh.parse(strategy.split()[0]).size
+    def evaluator_of(ranks: int) -> Evaluator:
         if ranks not in evaluators:
             cluster = load_cluster(CLUSTER, ranks)
             problem = Problem(name, graph, cluster, "adamw", "float32", cluster.device.memory_bytes)
             evaluators[ranks] = Evaluator(problem)
-        evaluator = evaluators[ranks]
+        return evaluators[ranks]
+
+    def make_plan(strategy: str) -> Any:
+        try:
+            ranks = Mesh.parse(strategy.split()[0]).size
+        except ValueError:  # a strategy by name
+            ranks = RANKS
+        evaluator = evaluator_of(ranks)
+        if strategy == "model" and evaluator.segments in range(2, RANKS):
+            evaluator = evaluator_of(evaluator.segments)
         plan = search(evaluator.problem) if strategy == "auto" else plan_by_hand(evaluator, strategy)
         verify_plan(plan, graph)
         return plan
@@ -145,10 +152,9 @@ def _planner(name: str, graph: Any) -> Any:
 
 
 def _one_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    told = [line for line in lines if not line.startswith("|")]
-    raised = [line.removeprefix("| ") for line in lines if line.startswith("|") and "Error" in line]
-    return " ".join([*told[:1], *raised[-1:]])
+    """The first line of a message (two where the first only announces); what a rank raised stands in it."""
+    lines = [line.strip().removeprefix("| ") for line in text.splitlines() if line.strip()]
+    return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
 
 
 def work(todo: Sequence[tuple[str, Sequence[str]]], results: IO[str]) -> None:
@@ -171,14 +177,18 @@ def work(todo: Sequence[tuple[str, Sequence[str]]], results: IO[str]) -> None:
 # --- in the process that keeps the table ------------------------------------------------------------------------------
 
 
-def census(models: Sequence[str], strategies: Sequence[str], timeout_s: float) -> Iterator[Cell]:
-    """All cells, model by model. ``timeout_s``: seconds a cell may take (and the trace of its model besides)."""
+def census(
+    models: Sequence[str], strategies: Sequence[str], timeout_s: float, command: Sequence[str] = WORKER
+) -> Iterator[Cell]:
+    """All cells, model by model. ``timeout_s``: seconds a cell may take, together with the trace of its model.
+
+    ``command``: what makes cells, given those left to make as JSON; it prints each as a line.
+    """
     todo = [(name, list(strategies)) for name in models]
     while todo:
-        command = [sys.executable, "-m", "benchmarks.census", "--work", json.dumps(todo)]
         environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", **os.environ}
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT, env=environment,
+            [*command, json.dumps(todo)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT, env=environment,
             start_new_session=True,
         )  # fmt: skip
         why = ""
@@ -247,15 +257,16 @@ def markdown(cells: Sequence[Cell], strategies: Sequence[str], seconds: float) -
     lines = [
         "# Census",
         "",
-        "Every model of the catalogue (`tests/zoo`) under every strategy: trained for 3 steps on local ranks and compared with",
-        "one device in loss, every gradient, buffers, and parameters after the last step. Made by",
+        "Every model of the catalogue (`tests/zoo`) under every strategy, trained for 3 steps on local ranks and compared with",
+        "one device: losses, every gradient, buffers, and parameters after the last step (`planner verify`). Made by",
         "`python -m benchmarks.census --output docs/census.md`.",
         "",
         f"**{summary(cells)}**",
         "",
-        f"4 ranks (2 for `pp2 mb=2`), processes on a CPU over gloo, {_versions()}, {seconds / 60:.0f} minutes. Models run in",
-        "float64 where their operators have it, so that what is allowed is 1e-9 of a tensor's largest entry, or 1e-5 where they",
-        "compute in float32. A number leads to the reason below. `error` is the largest of all tensors in the row.",
+        f"{_versions()}; 4 ranks, processes on a CPU over gloo (2 for `pp2 mb=2`; `model`: a rank for each segment, at most 4);",
+        f"{max(seconds / 60, 1):.0f} minutes. Models run in float64 where their operators have it, so that what is allowed is",
+        "1e-9 of a tensor's largest entry, or 1e-5 where they compute in float32. A number leads to the reason below the table.",
+        "`error` is the largest of all tensors in the row.",
         "",
         "| model | " + " | ".join(f"`{s}`" for s in strategies) + " | dtype | error |",
         "|---" * (len(strategies) + 3) + "|",

@@ -187,14 +187,17 @@ def _sharding(found: Layers, off: Difference) -> Cause:
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
+RIGHT = "the traced graph is the model, and replayed shard by shard it is right"
+ROUNDED = "or is rounding (precision='fp64' tells)"
+
+
 def _running(graph: Graph, differing: tuple[str, str]) -> Cause:
-    return Cause(
-        "running",
-        _spoken(differing),
-        operators_of(graph, *differing),
-        "the traced graph is the model, and replayed shard by shard it is right; so the difference arises in the ranks' "
-        "processes, or is rounding (precision='fp64' tells)",
-    )
+    kind, name = differing
+    if kind == "parameter" or (kind == "loss" and name != "step 1"):
+        why = f"{RIGHT}, and so are all gradients of the first step; so the difference arises in the optimizer or a later step"
+        return Cause("running", _spoken(differing), (), f"{why}, {ROUNDED}")
+    why = f"{RIGHT}; so the difference arises in the ranks' processes"
+    return Cause("running", _spoken(differing), operators_of(graph, kind, name), f"{why}, {ROUNDED}")
 
 
 def _not_replayed(graph: Graph, differing: tuple[str, str], why: str) -> Cause:

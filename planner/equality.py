@@ -43,7 +43,7 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
         return 0.0
     a, b = _plain(found), _plain(expected)
     same = (a == b) | (a.isnan() & b.isnan())
-    return float(torch.where(same, torch.zeros_like(a), (a - b).abs()).nan_to_num(nan=float("inf")).max())
+    return float(torch.where(same, torch.zeros_like(a), (a - b).abs()).nan_to_num(float("inf"), float("inf")).max())
 
 
 def largest_entry(tensor: torch.Tensor) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from planner import errors
 from planner.cli import cli
 from planner.ir.plan import Plan
-from planner.report import ComparisonRow, plan_figures, plan_text, summary
+from planner.report import ComparisonRow, Verification, plan_figures, plan_text, summary
 from tests.plan_examples import example_plan
 
 MODEL = """
@@ -38,6 +38,7 @@ class FakeApi(ModuleType):
         self.closed = 0
         self.fail: Exception | None = None
         self.plan = example_plan()
+        self.outcomes: dict[str, str] = {}
 
     def _enter(self, model: Any, progress: Callable[..., None], **options: Any) -> None:
         progress("tracing the model")
@@ -54,6 +55,11 @@ class FakeApi(ModuleType):
     def compare(self, model: Any, **options: Any) -> tuple[ComparisonRow, ...]:
         self._enter(model, **options)
         return ComparisonRow("auto", self.plan), ComparisonRow("tp", None, "12 heads cannot be cut 8 ways")
+
+    def verify_each(self, model: Any, **options: Any) -> Iterator[Verification]:
+        self._enter(model, **options)
+        for strategy in options["strategies"]:
+            yield Verification("Linear", strategy, self.outcomes.get(strategy, "equal"), reason="as it is")
 
     def _close(self) -> None:
         self.closed += 1
@@ -287,3 +293,40 @@ def test_the_package_is_lazy(api: FakeApi) -> None:
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = package.nothing
     assert {"Plan", "auto_parallelize", "compare"} <= set(dir(package))
+
+
+# --- verify -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code"),
+    [
+        ({}, 0),
+        ({"tp": "refused"}, 2),
+        ({"tp": "failed"}, 7),
+        ({"tp": "unequal"}, 1),
+        ({"ddp": "refused", "tp": "unequal"}, 1),
+        ({"ddp": "refused", "tp": "failed"}, 7),
+    ],
+)
+def test_the_exit_code_of_verify_is_that_of_the_worst_strategy(
+    api: FakeApi, folder: Path, outcomes: dict[str, str], code: int
+) -> None:
+    api.outcomes = outcomes
+    done = planner("verify", "small_model:build", "--gpus", "2", "--strategy", "ddp, tp", "--steps", "2", code=code)
+    assert "Linear under ddp: " in done.stdout and "Linear under tp: " in done.stdout
+    (call,) = api.calls
+    assert (call["strategies"], call["steps"], call["gpus"]) == (("ddp", "tp"), 2, 2)
+    assert call["precision"] is None
+
+
+def test_verify_prints_json(api: FakeApi, folder: Path) -> None:
+    done = planner("verify", "small_model:build", "--gpus", "2", "--json", "--precision", "fp64")
+    (row,) = json.loads(done.stdout)
+    assert (row["strategy"], row["outcome"]) == ("auto", "equal")
+    assert api.calls[0]["precision"] == "fp64"
+
+
+def test_verify_wants_names_of_strategies(api: FakeApi, folder: Path) -> None:
+    done = planner("verify", "small_model:build", "--gpus", "2", "--strategy", "ddp,", code=2)
+    assert "empty name" in done.stderr

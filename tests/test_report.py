@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from planner.ir.mesh import Mesh
 from planner.ir.plan import MemoryEstimate, Plan, Searched, StageEstimate
 from planner.report import (
     ComparisonRow,
+    Verification,
     bindings,
     comparison_figures,
     comparison_report,
@@ -24,8 +26,11 @@ from planner.report import (
     plan_html,
     plan_text,
     summary,
+    verification_figures,
+    verification_report,
 )
 from planner.report.gantt import Gantt, blocks, windows
+from planner.report.verification import Cause, ComparedTensor
 from planner.report.words import collapse, counted, mesh_words, strategy_words
 from planner.simulate import estimate_step
 from planner.sizes import format_bytes, format_count, format_seconds, parse_bytes
@@ -248,3 +253,41 @@ def test_comparison_figures() -> None:
     assert [row.get("relative_to_best") for row in rows] == [1.0, 0.01 / example_plan().objective_s, None]
     assert [row.get("fits") for row in rows] == [True, False, None]
     assert rows[2]["refused"] == "no"
+
+
+# --- verifications ----------------------------------------------------------------------------------------------------
+
+
+def verification(errors: dict[str, float], **changes: object) -> Verification:
+    names = {"loss": "step 1", "gradient": "blocks.0.up.weight", "parameter": "blocks.0.up.weight, step 3"}
+    compared = tuple(ComparedTensor(kind, names[kind], error) for kind, error in errors.items())
+    made = Verification(
+        "GPT", "dp2.tp2", "equal", "dp2.tp2 mb=1 zero=0 recompute=none", "float32", 1e-5, 3, "AdamW", compared
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+EQUAL = verification({"loss": 0.0, "gradient": 3e-7, "parameter": 2e-8}, notes=("dropout was switched off",))
+CAUSE = Cause("sharding", "the value of %gelu (R:R on tp), off by 2.0e-01", ("gelu in blocks.0",), "its rule is wrong")
+UNEQUAL = verification({"loss": 1e-6, "gradient": math.inf, "parameter": 0.25}, outcome="unequal", cause=CAUSE)
+REFUSED = Verification("GPT", "tp", "refused", reason="12 heads cannot be cut 8 ways")
+
+
+def test_golden_verifications() -> None:
+    text = "\n".join(text_of(verification_report(row)) for row in (EQUAL, UNEQUAL, REFUSED))
+    assert text == (GOLDEN / "verifications.txt").read_text(encoding="utf-8")
+
+
+def test_the_first_that_differs_is_in_the_order_of_the_step() -> None:
+    assert EQUAL.equal and EQUAL.first is None
+    assert not UNEQUAL.equal and UNEQUAL.first is not None and UNEQUAL.first.kind == "gradient"
+    assert UNEQUAL.worst == UNEQUAL.compared[1]
+    assert REFUSED.first is None and REFUSED.worst is None
+
+
+def test_figures_of_verifications_are_plain_json() -> None:
+    equal, unequal, refused = json.loads(json.dumps(verification_figures([EQUAL, UNEQUAL, REFUSED]), allow_nan=False))
+    assert equal["first"] is None and equal["cause"] is None and equal["notes"] == ["dropout was switched off"]
+    assert unequal["first"] == {"kind": "gradient", "name": "blocks.0.up.weight", "error": None}
+    assert unequal["cause"]["operators"] == ["gelu in blocks.0"]
+    assert refused["outcome"] == "refused" and "heads" in refused["reason"]

@@ -19,7 +19,7 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class ComparedTensor:
-    """``kind``: one of KINDS. ``error``: of the tensor's largest entry; inf where only one run has the tensor.
+    """``kind``: one of KINDS. ``error``: of the tensor's largest entry; inf where one run lacks it, or has it not finite.
 
     ``name``: original name; of a loss 'step 1', of a buffer 'name, step 1'.
     """
@@ -119,7 +119,7 @@ def _errors(found: Verification) -> RenderableType:
     table.add_column("  compared")
     table.add_column("tensors", justify="right")
     table.add_column("differ", justify="right")
-    table.add_column("largest error", justify="right")
+    table.add_column("largest error", justify="right", no_wrap=True)
     table.add_column("of")
     for kind in KINDS:
         tensors = [tensor for tensor in found.compared if tensor.kind == kind]
@@ -153,7 +153,7 @@ def _blame(found: Verification) -> RenderableType:
 
 def error_words(error: float) -> str:
     if math.isinf(error):
-        return "missing, or of another shape"
+        return "missing or not finite"
     return f"{error:.1e}" if error else "0"
 
 
