@@ -152,7 +152,9 @@ def _planner(name: str, graph: Any) -> Any:
 
 
 def _one_line(text: str) -> str:
-    """The first line of a message (two where the first only announces); what a rank raised stands in it."""
+    """The first line of a message (two where the first only announces), without the folders of this machine."""
+    for folder in (*map(Path, sys.path), ROOT):
+        text = text.replace(f"{folder.absolute()}/", "")
     lines = [line.strip().removeprefix("| ") for line in text.splitlines() if line.strip()]
     return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
 

@@ -278,6 +278,8 @@ def first_difference(
             error, text = _compare(world, [x.detach() for x in found[name]], placements, whole[name].detach(), floor)
             if error > tolerance:
                 return Difference(name, False, error, text)
+    if any(name not in found for name in graph.values):
+        return None  # the run did not come to its gradients
     gradients = {name: x.grad for name, x in whole.items() if x.requires_grad and x.grad is not None}
     floor = ROUNDING * max((_size(g) for g in gradients.values()), default=0.0)
     for name in reversed(list(graph.values)):

@@ -20,13 +20,14 @@ from planner.ir.graph import Graph, Node
 from planner.ir.plan import Plan
 from planner.lower import lower
 from planner.parallel import Parallel
-from planner.report.verification import ComparedTensor, Verification
+from planner.report.verification import Cause, ComparedTensor, Verification
 from planner.single_device import OptimizerFactory, SingleDevice, copy_of, train_on_one_device, without_dropout
 from planner.trace import Batch, Traced, tensors_by_target
 from runtime.launch import LocalRanks
 
 # Of plain gradient descent: the largest entry of all gradients moves a weight by this share of the largest weight.
 LARGEST_MOVE = 1e-2
+LOCATED = ("tracing", "sharding")
 REFUSALS = (BadInput, InvalidPlan, Infeasible, OutOfTime)
 
 
@@ -96,25 +97,32 @@ class Verifier:
         first = result.first
         if first is None:
             return result
-        name = first.name.partition(", step")[0]
-        cause = diagnose(
-            self.case.traced.graph, plan, self._leaves(), self.reference, (first.kind, name), self.tolerance
+        return replace(
+            result, outcome="unequal", cause=self._cause(plan, first.kind, first.name.partition(", step")[0])
         )
-        return replace(result, outcome="unequal", cause=cause)
 
     def outcome(self, strategy: str, make_plan: Callable[[], Plan]) -> Verification:
         """``check``, with what is raised as an outcome: 'refused' before anything ran, or 'failed'."""
+        failed = Verification(self.case.name, strategy, "failed")
+        plan = None
         try:
             plan = make_plan()
             return self.check(strategy, plan)
         except REFUSALS as error:
-            return Verification(self.case.name, strategy, "refused", reason=str(error))
+            return replace(failed, outcome="refused", reason=str(error))
         except MeshwrightError as error:
-            self.close()
-            return Verification(self.case.name, strategy, "failed", reason=str(error))
+            failed = replace(failed, reason=str(error))
         except Exception as error:
-            self.close()
-            return Verification(self.case.name, strategy, "failed", reason=f"{type(error).__name__}: {error}")
+            failed = replace(failed, reason=f"{type(error).__name__}: {error}")
+        self.close()
+        if plan is None:
+            return failed
+        cause = self._cause(plan, "loss", "step 1")
+        return replace(failed, configuration=plan.configuration, cause=cause if cause.where in LOCATED else None)
+
+    def _cause(self, plan: Plan, kind: str, name: str) -> Cause:
+        graph = self.case.traced.graph
+        return diagnose(graph, plan, self._leaves(), self.reference, (kind, name), self.tolerance)
 
     def close(self) -> None:
         if self._ranks is not None:

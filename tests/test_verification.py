@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import functools
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from click.testing import CliRunner
 from torch import Tensor, nn
 
 import planner
 from planner import api, sharding_rules, trace
+from planner.cli import cli
 from planner.errors import BadInput, RankFailed
 from planner.ir.graph import Graph, Node, Value
 from planner.ir.layout import REPLICATED, WHOLE
@@ -274,4 +278,39 @@ def test_ranks_that_die_fail_their_strategy_only(monkeypatch: pytest.MonkeyPatch
         planner.verify(model, 2, strategy="ddp", **options)
     rows: list[Verification] = list(planner.verify_each(model, 2, strategies=("ddp", "tp"), **options))
     assert [row.outcome for row in rows] == ["failed", "failed"]
-    assert "out of order" in rows[1].reason
+    assert "out of order" in rows[1].reason and rows[1].cause is None
+
+
+def test_a_run_that_fails_for_a_wrong_rule_names_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong(monkeypatch, "layer_norm", whole=frozenset())
+    model, options = net()
+    (row,) = planner.verify_each(model, 2, strategies=("tp",), **options)
+    assert row.outcome == "failed" and row.cause is not None
+    assert (row.cause.where, row.cause.operators) == ("sharding", ("layer_norm in norm",))
+    assert "layer_norm in norm" in str(row) and "normalized_shape" in str(row)
+
+
+# --- the README -------------------------------------------------------------------------------------------------------
+
+README = Path(__file__).parent.parent / "README.md"
+SECTION = README.read_text().partition("## Is it the same training?\n")[2].partition("\n## ")[0]
+COMMANDS = [line.strip() for line in SECTION.splitlines() if line.startswith("    planner verify ")]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the measured machine is kept."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_of_the_readme_find_the_example_equal(
+    command: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    words = shlex.split(command)[1:]
+    done = CliRunner().invoke(cli, words, env={"COLUMNS": "100"})
+    assert done.exit_code == 0, done.output
+    strategies = words[words.index("--strategy") + 1].split(",")
+    assert all(f"GPTWithLoss under {name}: equal to one device" in done.stdout for name in strategies)
+    assert done.stdout.count(": equal to one device") == len(strategies)

@@ -47,9 +47,9 @@ class Verification:
     """One strategy against one device.
 
     ``outcome``: 'equal', 'unequal', 'refused' (``reason`` says why the strategy cannot be used) or 'failed' (``reason``
-    is the error). ``compared``: in the order a step makes them: loss, buffers, gradients backwards, then later losses,
-    and parameters and buffers after the last step. ``tolerance``: the error allowed, for ``dtype``, the least precise one
-    on the way of a gradient.
+    is the error, and ``cause`` is known where a replay meets it too). ``compared``: in the order a step makes them: loss,
+    buffers, gradients backwards, then later losses, and parameters and buffers after the last step. ``tolerance``: the
+    error allowed, for ``dtype``, the least precise one on the way of a gradient.
     """
 
     model: str
@@ -97,7 +97,7 @@ def verification_report(found: Verification) -> RenderableType:
     verdict = VERDICTS.get(found.outcome, found.outcome)
     head = Text.assemble((f"{found.model} under {found.strategy}: ", "bold"), (verdict, STYLES[found.outcome]))
     if found.outcome in ("refused", "failed"):
-        return Group(head, Text(f"  {found.reason}"))
+        return Group(head, Text(f"  {found.reason}"), *([_blame(found)] if found.cause is not None else []))
     parts: list[RenderableType] = [head, _facts(found), Text(""), _errors(found)]
     if found.outcome == "unequal":
         parts += [Text(""), _blame(found)]
