@@ -55,7 +55,7 @@ def expression(node: Node, name: Name, site: str = "") -> str:
     if node.op in OWN:
         return OWN[node.op](node, name, site)
     if node.is_random:
-        return f"seeded({node.op}, rng, {site})({_call(node, name)})"
+        return _seeded(node, node.op, site, _call(node, name, skip=frozenset({"axes"})))
     args = node.args
     kwargs = dict(node.kwargs)
     if base in INFIX and len(args) == 2 and not kwargs:
@@ -181,9 +181,13 @@ def _dropout(node: Node, name: Name, site: str) -> str:
 
 
 def _attention_with_dropout(node: Node, name: Name, site: str) -> str:
-    axes = _axes(node)
     call = _call(node, name, ATTENTION_NAMES, frozenset({"axes"}))
-    return f"seeded(F.scaled_dot_product_attention, rng, {site}{f', {axes}' if axes else ''})({call})"
+    return _seeded(node, "F.scaled_dot_product_attention", site, call)
+
+
+def _seeded(node: Node, function: str, site: str, call: str) -> str:
+    axes = _axes(node)
+    return f"seeded({function}, rng, {site}{f', {axes}' if axes else ''})({call})"
 
 
 def _batch_norm(node: Node, name: Name, site: str) -> str:

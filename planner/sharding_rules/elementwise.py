@@ -1,4 +1,4 @@
-"""Operators that treat every element alone, with broadcasting; and dropout, the random one among them.
+"""Operators that treat every element alone, with broadcasting; and those that draw every element alone.
 
 Dims are matched from the right; a dim of size one that is stretched has no letter there.
 """
@@ -16,7 +16,11 @@ UNARY = frozenset(
     "full_like gelu hardshrink hardsigmoid hardswish hardtanh imag isfinite isinf isnan leaky_relu lgamma log log10 "
     "log1p log2 log_sigmoid logical_not logit mish nan_to_num ones_like pow reciprocal relu relu6 round rsqrt selu "
     "sgn sigmoid sign silu sin sinc sinh softplus softshrink softsign sqrt square tan tanh tanhshrink threshold trunc "
-    "zeros_like".split()
+    "zeros_like empty_like".split()
+)
+# Each draws the elements of a tensor like its operand; shards draw numbers of their own.
+DRAWS = frozenset(
+    "bernoulli cauchy exponential geometric log_normal poisson rand_like randint_like randn_like rrelu uniform".split()
 )
 BINARY = frozenset(
     "__and__ __iand__ __ior__ __or__ __xor__ addcdiv addcmul arctan2 atan2 bitwise_and bitwise_left_shift bitwise_or "
@@ -28,7 +32,7 @@ LINEAR_UNARY = frozenset("neg _to_copy to detach dropout negative positive real 
 ADDITIONS = frozenset("add sub rsub subtract".split())
 PRODUCTS = frozenset("mul multiply".split())
 QUOTIENTS = frozenset("div divide true_divide".split())
-OPERATORS = UNARY | BINARY | LINEAR_UNARY | ADDITIONS | PRODUCTS | QUOTIENTS | {"where"}
+OPERATORS = UNARY | DRAWS | BINARY | LINEAR_UNARY | ADDITIONS | PRODUCTS | QUOTIENTS | {"where"}
 
 
 def rule(node: Node, values: Mapping[str, Value], base: str) -> Rule | None:

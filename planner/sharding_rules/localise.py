@@ -24,7 +24,7 @@ def localise(
     base = node.base
     if base in SIZES:
         local = replace(local, args=SIZES[base](local, original, strategy, k))
-    elif base in ("dropout", "attention_with_dropout") and strategy.letter and axis != MICRO:
+    elif node.is_random and strategy.letter and axis != MICRO:
         # Shards draw masks of their own; micro-batches do anyway, their number is part of the seed.
         local = replace(local, kwargs=_with_axis(local, axis))
     if not strategy.divide:
