@@ -3,6 +3,7 @@
     python -m benchmarks.census                                   all of them, and the table on the screen
     python -m benchmarks.census --output docs/census.md           the table also as a file
     python -m benchmarks.census --models llama,t5 --strategies tp,auto
+    python -m benchmarks.census --cells cells.jsonl               goes on where an earlier run with that file stopped
 
 A cell is equal, refused (a reason the user can act on, told before anything runs), fails (an error) or unequal (the worst).
 Cells are made in a process of their own, one after another: when one crashes or gives no answer in time, that cell fails
@@ -180,13 +181,14 @@ def work(todo: Sequence[tuple[str, Sequence[str]]], results: IO[str]) -> None:
 
 
 def census(
-    models: Sequence[str], strategies: Sequence[str], timeout_s: float, command: Sequence[str] = WORKER
+    wanted: Sequence[tuple[str, Sequence[str]]], timeout_s: float, command: Sequence[str] = WORKER
 ) -> Iterator[Cell]:
-    """All cells, model by model. ``timeout_s``: seconds a cell may take, together with the trace of its model.
+    """The cells of each (model, strategies) of ``wanted``, as they are made.
 
-    ``command``: what makes cells, given those left to make as JSON; it prints each as a line.
+    ``timeout_s``: seconds a cell may take, together with the trace of its model. ``command``: what makes cells, given those
+    left to make as JSON; it prints each as a line.
     """
-    todo = [(name, list(strategies)) for name in models]
+    todo = [(name, list(strategies)) for name, strategies in wanted]
     while todo:
         environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", **os.environ}
         process = subprocess.Popen(
@@ -248,7 +250,7 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def markdown(cells: Sequence[Cell], strategies: Sequence[str], seconds: float) -> str:
+def markdown(cells: Sequence[Cell], strategies: Sequence[str]) -> str:
     """The table, one row a model; below it every reason once, with the cells it stands for."""
     by_place = {(cell.model, cell.strategy): cell for cell in cells}
     models = list(dict.fromkeys(cell.model for cell in cells))
@@ -256,6 +258,7 @@ def markdown(cells: Sequence[Cell], strategies: Sequence[str], seconds: float) -
     for cell in cells:
         if cell.outcome != "equal":
             numbers.setdefault((cell.outcome, _general(cell.reason)), len(numbers) + 1)
+    minutes = max(sum(cell.seconds for cell in cells) / 60, 1)
     lines = [
         "# Census",
         "",
@@ -266,7 +269,7 @@ def markdown(cells: Sequence[Cell], strategies: Sequence[str], seconds: float) -
         f"**{summary(cells)}**",
         "",
         f"{_versions()}; 4 ranks, processes on a CPU over gloo (2 for `pp2 mb=2`; `model`: a rank for each segment, at most 4);",
-        f"{max(seconds / 60, 1):.0f} minutes. Models run in float64 where their operators have it, so that what is allowed is",
+        f"{minutes:.0f} minutes. Models run in float64 where their operators have it, so that what is allowed is",
         "1e-9 of a tensor's largest entry, or 1e-5 where they compute in float32. A number leads to the reason below the table.",
         "`error` is the largest of all tensors in the row.",
         "",
@@ -340,8 +343,16 @@ def _names(text: str | None) -> list[str]:
 @click.option("--strategies", help=f"Comma-separated. [default: {','.join(STRATEGIES)}]")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="A Markdown file for the table.")
 @click.option("--timeout", type=click.FloatRange(min=1), default=180.0, show_default=True, help="Seconds for a cell.")
+@click.option(
+    "--cells",
+    "kept",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="JSON lines: cells that are there are not made again.",
+)
 @click.option("--work", "todo", hidden=True, help="The cells to make in this process, as JSON.")
-def main(models: str | None, strategies: str | None, output: Path | None, timeout: float, todo: str | None) -> None:
+def main(
+    models: str | None, strategies: str | None, output: Path | None, timeout: float, kept: Path | None, todo: str | None
+) -> None:
     """Verify every model of the catalogue under every strategy, and print the table."""
     if todo is not None:
         results = os.fdopen(os.dup(1), "w")
@@ -353,16 +364,29 @@ def main(models: str | None, strategies: str | None, output: Path | None, timeou
     chosen, names = _names(models) or list(ZOO), _names(strategies) or list(STRATEGIES)
     if unknown := [name for name in chosen if name not in ZOO]:
         raise click.BadParameter(f"no model {unknown[0]!r} in the catalogue; it has {', '.join(ZOO)}")
-    since, cells = time.perf_counter(), []
-    for cell in census(chosen, names, timeout):
-        cells.append(cell)
+    made = read_cells(kept) if kept is not None else []
+    cells = {(cell.model, cell.strategy): cell for cell in made if cell.model in chosen and cell.strategy in names}
+    left = [(name, [s for s in names if (name, s) not in cells]) for name in chosen]
+    for cell in census([(name, missing) for name, missing in left if missing], timeout):
+        cells[cell.model, cell.strategy] = cell
+        if kept is not None:
+            with kept.open("a", encoding="utf-8") as file:
+                print(json.dumps(asdict(cell)), file=file)
         place = f"[{len(cells)}/{len(chosen) * len(names)}]"
         click.echo(f"{place} {cell.model} {cell.strategy}: {cell.outcome} {cell.seconds:.1f} s {cell.reason}", err=True)
-    text = markdown(cells, names, time.perf_counter() - since)
+    found = [cells[name, strategy] for name in chosen for strategy in names]
+    text = markdown(found, names)
     if output is not None:
         output.write_text(text, encoding="utf-8")
-    click.echo(text if output is None else summary(cells))
-    sys.exit(1 if any(cell.outcome in ("unequal", "fails") for cell in cells) else 0)
+    click.echo(text if output is None else summary(found))
+    sys.exit(1 if any(cell.outcome in ("unequal", "fails") for cell in found) else 0)
+
+
+def read_cells(path: Path) -> list[Cell]:
+    """The cells in ``path``, if it is there; the last of each place counts."""
+    if not path.exists():
+        return []
+    return [Cell(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
 if __name__ == "__main__":

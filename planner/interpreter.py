@@ -187,6 +187,8 @@ def _call(node: Node, tensor: Callable[[str], Tensor]) -> tuple[Tensor, ...]:
     options = {key: _resolve(value, tensor) for key, value in node.kwargs if key != "axes"}
     function = OWN.get(node.op)
     if function is None:
+        if node.op.count(".") != 2:
+            raise LookupError(f"{node.op} is no operator of torch's")
         packet, name, overload = node.op.split(".")
         function = getattr(getattr(getattr(torch.ops, packet), name), overload)
     results = function(*arguments, **options)

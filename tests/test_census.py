@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from benchmarks import census
 from benchmarks.census import Cell
@@ -27,7 +28,7 @@ for name, strategies in json.loads(sys.argv[1]):
 def test_a_crash_and_a_hang_cost_one_cell_each(tmp_path: Path) -> None:
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER)
-    found = list(census.census(["a", "b", "c"], ["ddp", "tp", "auto"], 5.0, (sys.executable, str(worker))))
+    found = list(census.census([(m, ["ddp", "tp", "auto"]) for m in "abc"], 5.0, (sys.executable, str(worker))))
     assert [(cell.model, cell.strategy) for cell in found] == [(m, s) for m in "abc" for s in ("ddp", "tp", "auto")]
     failed = {(cell.model, cell.strategy): cell.reason for cell in found if cell.outcome != "equal"}
     assert failed == {("b", "tp"): "the process ended with exit code 9", ("c", "ddp"): "no answer in 5 s"}
@@ -44,7 +45,7 @@ CELLS = [
 
 
 def test_the_table_has_a_row_a_model_and_every_reason_once() -> None:
-    text = census.markdown(CELLS, ["ddp", "auto"], 60.0)
+    text = census.markdown(CELLS, ["ddp", "auto"])
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert rows == [
         "| model | `ddp` | `auto` | dtype | error |",
@@ -62,6 +63,30 @@ def test_the_summary_counts() -> None:
     assert census.summary(CELLS) == (
         "3 models x 2 strategies = 6 cells: equal 2 (33.3%), refused 2 (33.3%), fails 1 (16.7%), unequal 1 (16.7%)"
     )
+
+
+def test_cells_made_before_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def made(wanted: list[tuple[str, list[str]]], timeout_s: float) -> list[Cell]:
+        asked.append(wanted)
+        return [Cell(name, strategy, "equal") for name, strategies in wanted for strategy in strategies]
+
+    monkeypatch.setattr(census, "census", made)
+    options = [
+        "--models",
+        "mlp_mixer,deep",
+        "--cells",
+        str(tmp_path / "cells"),
+        "--output",
+        str(tmp_path / "census.md"),
+    ]
+    for strategies in ("ddp", "ddp,tp", "ddp,tp"):
+        done = CliRunner().invoke(census.main, [*options, "--strategies", strategies])
+        assert done.exit_code == 0, done.output
+    assert asked == [[("mlp_mixer", ["ddp"]), ("deep", ["ddp"])], [("mlp_mixer", ["tp"]), ("deep", ["tp"])], []]
+    assert "4 cells: equal 4 (100.0%)" in done.stdout
+    assert "| deep | equal | equal |" in (tmp_path / "census.md").read_text()
 
 
 @pytest.mark.gloo
