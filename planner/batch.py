@@ -134,6 +134,8 @@ def _check_time(graph: Graph) -> None:
     """
     weighted = main_nodes(graph)
     summed: set[str] = set()
+    places = {node.name: place for place, node in enumerate(graph.nodes)}
+    coupling: list[Node] = []
     for node in graph.nodes:
         if node.op != "convert" or node.args[1] != MICRO:
             if any(name in summed for name in node.operands):
@@ -147,11 +149,13 @@ def _check_time(graph: Graph) -> None:
         if node.operands[0] in summed:
             summed.add(node.name)
         if forward in (*COMMUNICATING, "pad") or backward in COMMUNICATING:
-            reader = _reader(graph, node)
-            raise BadInput(
-                f"operator {reader.op} in {reader.module or 'the model'} couples the samples of a batch, so the batch "
-                "cannot be cut into micro-batches without changing the result; use 1 micro-batch (mb=1)"
-            )
+            coupling.append(_reader(graph, node))
+    if coupling:
+        reader = min(coupling, key=lambda node: places[node.name])
+        raise BadInput(
+            f"operator {reader.op} in {reader.module or 'the model'} couples the samples of a batch, so the batch "
+            "cannot be cut into micro-batches without changing the result; use 1 micro-batch (mb=1)"
+        )
 
 
 def _reader(graph: Graph, node: Node) -> Node:

@@ -29,8 +29,17 @@ HOOKS = frozenset(
 
 
 def refuse_hooks(model: torch.nn.Module) -> None:
-    """Raises TraceError naming the first module or parameter with a hook that runs in backward."""
+    """Raises TraceError naming the first module or parameter with a hook that runs in backward.
+
+    Or with a BatchNorm over all steps: how far it moves depends on a counter, a value of a tensor.
+    """
     for name, module in model.named_modules():
+        counts = isinstance(module, torch.nn.modules.batchnorm._NormBase) and module.momentum is None
+        if counts and module.training and module.track_running_stats:
+            raise TraceError(
+                f"module {name or 'model'!r} averages its statistics over all steps (momentum=None), which no plan can hold; "
+                "give it a momentum such as 0.1"
+            )
         if module._backward_hooks or getattr(module, "_backward_pre_hooks", None):
             raise TraceError(
                 f"module {name or 'model'!r} has a backward hook, which tracing would drop; remove it before planning"

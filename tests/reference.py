@@ -71,6 +71,8 @@ def by_graph(case: Case, found: Traced) -> Reference:
         losses.append(float(result.loss))
         for name, parameter in trained.items():
             parameter.grad = result.gradients[name]
+        for buffer, value in result.buffers.items():
+            held[graph.leaf_by_name[buffer].target] = value
         if step == 0:
             gradients = {t: result.gradients[leaf.name] for t, leaf in targets.items() if leaf.trainable}
         optimizer.step()

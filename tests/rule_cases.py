@@ -65,6 +65,11 @@ def contractions() -> dict[str, Case]:
         "matmul_row": Case("matmul", "b1 i o", torch.matmul, (_r(4), _r(8, 4, 8))),
         "einsum": Case("einsum", "b h q d k", lambda q, k: torch.einsum("bhqd,bhkd->bhqk", q, k), heads[:2]),
         "einsum_summed": Case("einsum", "b i j", lambda x, y: torch.einsum("bi,j->b", x, y), (_r(8, 4), _r(4))),
+        "einsum_dots": Case("einsum", ".2 .1 d e", lambda x, w: torch.einsum("...d,de->...e", x, w), (x, _r(8, 4))),
+        "einsum_stretched": Case(
+            "einsum", ".2 .1 i j", lambda x, y: torch.einsum("...i,...j->...ij", x, y), (_r(8, 1, 4), _r(4, 8))
+        ),
+        "einsum_implied": Case("einsum", "i j k", lambda x, y: torch.einsum("kj,ij", x, y), (_r(8, 4), _r(2, 4))),
         "embedding": Case("embedding", "v h b2 b1", lambda w, i: F.embedding(i, w), (_r(16, 8),), (_ids(16, 8, 4),)),
         "embedding_padding": Case(
             "embedding", "v h b1", lambda w, i: F.embedding(i, w, padding_idx=3), (_r(16, 8),), (_ids(4, 8),)

@@ -165,3 +165,10 @@ def test_a_hook_registered_in_forward_is_there_once() -> None:
     trace(model, Batch((x,), {}))
     assert not model.first._forward_hooks and not hasattr(model, "is_recording")
     assert torch.equal(model(x), 2 * nn.functional.linear(x, model.first.weight, model.first.bias).mean())
+
+
+def test_a_batch_norm_over_all_steps_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None))
+    with pytest.raises(TraceError, match="module '1' averages its statistics over all steps"):
+        trace(model, Batch((torch.randn(8, 4),), {}), lambda y: y.sum())
+    trace(model.eval(), Batch((torch.randn(8, 4),), {}), lambda y: y.sum())

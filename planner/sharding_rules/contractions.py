@@ -77,21 +77,39 @@ def matmul(node: Node, values: Mapping[str, Value]) -> Rule | None:
 
 
 def einsum(node: Node, values: Mapping[str, Value]) -> Rule | None:
-    """einsum(equation, tensors): the equation is the rule. Ellipses and repeated letters (diagonals) have none."""
+    """einsum(equation, tensors): the equation is the rule. Repeated letters (diagonals) have none.
+
+    The dims of an ellipsis are letters counted from the right; dims of size one that are stretched have none.
+    """
     equation = str(node.args[0]).replace(" ", "")
     left, arrow, right = equation.partition("->")
     terms = left.split(",")
-    if not arrow or "." in equation or any(len(set(term)) != len(term) for term in (*terms, right)):
+    if not arrow:
+        found = sorted(letter for letter in set(left) - set(",.") if left.count(letter) == 1)
+        right = ("..." if "..." in left else "") + "".join(found)
+    if any(len(set(term.replace("...", ""))) != len(term.replace("...", "")) for term in (*terms, right)):
         return None
     tensors = _tensors(node, values)
     sizes: dict[str, int] = {}
-    for term, value in zip(terms, tensors, strict=True):
-        for letter, size in zip(term, value.shape, strict=True):
-            if sizes.setdefault(letter, size) != size:
-                return None
-    operands = tuple(tuple((letter,) for letter in term) for term in terms)
+    shapes = [(term, value.shape) for term, value in zip(terms, tensors, strict=True)]
+    listed = [_spelled_out(term, len(shape)) for term, shape in shapes]
+    for letters, (_, shape) in zip(listed, shapes, strict=True):
+        for letter, size in zip(letters, shape, strict=True):
+            sizes[letter] = max(sizes.get(letter, 1), size)
+    operands = tuple(
+        tuple((letter,) if size == sizes[letter] else () for letter, size in zip(letters, shape, strict=True))
+        for letters, (_, shape) in zip(listed, shapes, strict=True)
+    )
+    result = _spelled_out(right, len(node.output.shape))
     linear = tuple(frozenset({n}) for n in range(len(terms)))
-    return Rule(operands, (tuple((letter,) for letter in right),), sizes, linear=linear)
+    return Rule(operands, (tuple((letter,) for letter in result),), sizes, linear=linear)
+
+
+def _spelled_out(term: str, rank: int) -> list[str]:
+    """The letters of a term of an equation, those of an ellipsis as ``.2``, ``.1``."""
+    before, dots, after = term.partition("...")
+    count = rank - len(before) - len(after)
+    return [*before, *(f".{n}" for n in range(count, 0, -1)), *after] if dots else list(term)
 
 
 def embedding(node: Node, values: Mapping[str, Value]) -> Rule:

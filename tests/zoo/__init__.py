@@ -13,8 +13,17 @@ from tests.zoo.encoders import ENCODERS
 from tests.zoo.kinds import KINDS_OF_FORM
 from tests.zoo.kinds_of_code import KINDS_OF_CODE
 from tests.zoo.plain import PLAIN
+from tests.zoo.variants import VARIANTS
 from tests.zoo.vision import VISION
 
-ZOO: dict[str, Callable[..., Case]] = {**DECODERS, **ENCODERS, **VISION, **PLAIN, **KINDS_OF_FORM, **KINDS_OF_CODE}
+ZOO: dict[str, Callable[..., Case]] = {
+    **DECODERS,
+    **ENCODERS,
+    **VISION,
+    **PLAIN,
+    **KINDS_OF_FORM,
+    **KINDS_OF_CODE,
+    **VARIANTS,
+}
 # Their operators know no float64, or they choose single precision themselves.
 SINGLE_PRECISION = frozenset({"mixtral_grouped", "qwen3_moe", "autocast"})
