@@ -168,3 +168,24 @@ def without_dropout() -> Iterator[list[str]]:
     mode = _WithoutDropout()
     with mode:
         yield mode.found
+
+
+@contextmanager
+def dropout_modules_off(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, the dropout modules of ``model`` (and attention and recurrent ones) have probability 0.
+
+    For code of the model's own that runs in other processes, where ``without_dropout`` does not reach.
+    """
+    before: list[tuple[torch.nn.Module, str, float]] = []
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            before.append((module, "p", module.p))
+        elif isinstance(module, torch.nn.MultiheadAttention | torch.nn.RNNBase):
+            before.append((module, "dropout", module.dropout))
+    try:
+        for module, attribute, _ in before:
+            setattr(module, attribute, 0.0)
+        yield
+    finally:
+        for module, attribute, value in before:
+            setattr(module, attribute, value)

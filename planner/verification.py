@@ -6,6 +6,7 @@ The single-device run is made once and serves every strategy; so do the local ra
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,12 +22,20 @@ from planner.ir.plan import Plan
 from planner.lower import lower
 from planner.parallel import Parallel
 from planner.report.verification import Cause, ComparedTensor, Verification
-from planner.single_device import OptimizerFactory, SingleDevice, copy_of, train_on_one_device, without_dropout
+from planner.single_device import (
+    OptimizerFactory,
+    SingleDevice,
+    copy_of,
+    dropout_modules_off,
+    train_on_one_device,
+    without_dropout,
+)
 from planner.trace import Batch, Traced, tensors_by_target
 from runtime.launch import LocalRanks
 
 # Of plain gradient descent: the largest entry of all gradients moves a weight by this share of the largest weight.
 LARGEST_MOVE = 1e-2
+MODULE = "module"  # a module of the user's that runs as one operator
 LOCATED = ("tracing", "sharding")
 REFUSALS = (BadInput, InvalidPlan, Infeasible, OutOfTime)
 
@@ -80,7 +89,8 @@ class Verifier:
         parallel = Parallel(
             self.case.model, plan, program, BatchForm.of(self.case.batch), start=lambda: self._started(plan.mesh.size)
         )
-        found = self._under_plan(parallel)
+        with dropout_modules_off(self.case.model) if self._has_modules else nullcontext():
+            found = self._under_plan(parallel)
         compared = self._compared(found)
         result = Verification(
             self.case.name,
@@ -123,6 +133,11 @@ class Verifier:
     def _cause(self, plan: Plan, kind: str, name: str) -> Cause:
         graph = self.case.traced.graph
         return diagnose(graph, plan, self._leaves(), self.reference, (kind, name), self.tolerance)
+
+    @property
+    def _has_modules(self) -> bool:
+        """Whether modules of the user's run as they are, in the ranks' processes."""
+        return any(node.op == MODULE for node in self.case.traced.graph.nodes)
 
     def close(self) -> None:
         if self._ranks is not None:
@@ -238,7 +253,7 @@ def input_tensors(traced: Traced, batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def _refuse_random(graph: Graph) -> None:
-    drawn = [node for node in graph.nodes if node.is_random]
+    drawn = [node for node in graph.nodes if node.is_random and node.op != MODULE]
     if drawn:
         node: Node = drawn[0]
         raise BadInput(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from planner.equality import coarsest, distance, largest_error, loss_error, relative_errors
 from planner.errors import BadInput
-from planner.single_device import copy_of, train_on_one_device, without_dropout
+from planner.single_device import copy_of, dropout_modules_off, train_on_one_device, without_dropout
 from planner.trace import Batch
 
 
@@ -145,6 +145,14 @@ def test_no_dropout_of_any_kind_drops(name: str) -> None:
         model(x)
     assert not [name for name in found if name != "scaled_dot_product_attention"]
     model.train()
+
+
+def test_dropout_modules_are_off_inside_and_as_before_outside() -> None:
+    model = nn.ModuleList([nn.Dropout(0.3), Attention(), nn.LSTM(4, 4, 2, dropout=0.2), nn.AlphaDropout(0.1)])
+    with pytest.raises(ZeroDivisionError), dropout_modules_off(model):
+        assert (model[0].p, model[1].attention.dropout, model[2].dropout, model[3].p) == (0.0, 0.0, 0.0, 0.0)
+        raise ZeroDivisionError
+    assert (model[0].p, model[1].attention.dropout, model[2].dropout, model[3].p) == (0.3, 0.5, 0.2, 0.1)
 
 
 # --- the single-device run --------------------------------------------------------------------------------------------
