@@ -120,7 +120,7 @@ def _errors(found: Verification) -> RenderableType:
     table.add_column("tensors", justify="right")
     table.add_column("differ", justify="right")
     table.add_column("largest error", justify="right", no_wrap=True)
-    table.add_column("of")
+    table.add_column("of", overflow="fold")
     for kind in KINDS:
         tensors = [tensor for tensor in found.compared if tensor.kind == kind]
         if not tensors:
