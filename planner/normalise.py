@@ -41,7 +41,29 @@ def normalise(graph: Graph) -> Graph:
         share_equal,
     ):
         graph = step(graph)
-    return prune(graph)
+    return without_idle_gradients(prune(graph))
+
+
+def without_idle_gradients(graph: Graph) -> Graph:
+    """Values from which no path of derivatives leads to the loss have no gradient; such parameters are not trained.
+
+    Autograd leaves the gradient of a teacher run under ``no_grad`` None. A plan that made it zero would change the
+    parameter all the same: weight decay acts on what has a gradient.
+    """
+    reached = {graph.loss} if graph.values[graph.loss].differentiable else set[str]()
+    for node in reversed(graph.nodes):
+        if any(value.name in reached for value in node.outputs):
+            reached.update(name for name in node.operands if graph.values[name].differentiable)
+
+    def marked(value: Value) -> Value:
+        return value if value.name in reached or not value.differentiable else replace(value, differentiable=False)
+
+    leaves = tuple(
+        replace(leaf, value=marked(leaf.value), trainable=leaf.trainable and leaf.name in reached)
+        for leaf in graph.leaves
+    )
+    nodes = tuple(replace(node, outputs=tuple(map(marked, node.outputs))) for node in graph.nodes)
+    return replace(graph, leaves=leaves, nodes=nodes)
 
 
 def prune(graph: Graph) -> Graph:

@@ -255,3 +255,29 @@ def test_an_operator_of_another_library_is_not_taken_for_torch_s() -> None:
     found = traced(Wrapped(lambda self, x: torch.ops.meshwright_tests.relu(self.first(x)).mean()), torch.randn(3, 4))
     node = next(node for node in found.graph.nodes if node.base == "meshwright_tests.relu")
     assert not has_rule(node) and rule_of(node, found.graph.values) == unknown_rule(node)
+
+
+class Imitating(nn.Module):
+    """A teacher under no_grad, which sees what the student makes too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            goal = self.teacher(self.student(x)).relu()
+        return (self.student(x) - goal).square().mean()
+
+
+def test_what_no_derivative_reaches_is_not_trained() -> None:
+    found = trace(Imitating(), Batch((torch.randn(3, 4),), {})).graph
+    trained = {leaf.target: (leaf.trainable, leaf.value.differentiable) for leaf in found.leaves_of("parameter")}
+    assert trained == {
+        "student.weight": (True, True),
+        "student.bias": (True, True),
+        "teacher.weight": (False, False),
+        "teacher.bias": (False, False),
+    }
+    inside = [node for node in found.nodes if node.base == "linear"]
+    assert [node.output.differentiable for node in inside] == [False, False, True]

@@ -292,11 +292,13 @@ def summed_loss(dtype: torch.dtype = FP32, seed: int = 0) -> Case:
 
 
 class ConvBN(nn.Module):
+    """No layer before a norm has a bias: its gradient would be mere rounding, which Adam makes large."""
+
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.first, self.norm1 = nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
-        self.second, self.norm2 = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width, momentum=0.3)
-        self.head, self.norm3 = nn.Linear(width, 4), nn.BatchNorm1d(4, affine=False)
+        self.second, self.norm2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width, momentum=0.3)
+        self.head, self.norm3 = nn.Linear(width, 4, bias=False), nn.BatchNorm1d(4, affine=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm1(self.first(x)).relu()

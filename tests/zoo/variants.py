@@ -310,7 +310,7 @@ def decorrelated() -> tuple[Any, ...]:
         covariance = z.t() @ z / (z.shape[0] - 1)
         return (covariance - torch.eye(z.shape[1], dtype=z.dtype)).square().sum()
 
-    return nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 8)), (_rows(12),), None, loss_fn
+    return nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 8, bias=False)), (_rows(12),), None, loss_fn
 
 
 @variant
