@@ -38,7 +38,7 @@ from planner.solve.configuration import Evaluator, Problem
 from planner.solve.search import search
 from planner.strategies import NAMED, plan_by_hand
 from planner.trace import Batch, Traced, trace
-from planner.verification import Case, Verifier
+from planner.verification import Case, Verifier, drawing, dropout_off
 from runtime.launch import LocalRanks, current_world, init_world, share_bytes
 from runtime.measure import measured_cluster
 from runtime.worker import Rank
@@ -366,12 +366,16 @@ def _verifier(
     )
     request = check_request(gpus, strategy=strategy, plan=plan, **chosen)
     check_gpus(request.gpus)
-    with without_dropout() as dropped:
-        traced, batch = _traced(model, example, request)
+    traced, batch = _traced(model, example, request)
+    planned = traced.graph
+    quiet, dropped = dropout_off(planned)
+    if drawing(quiet) is not None:  # dropout of other kinds cannot be told from other draws in the graph
+        with without_dropout() as found:
+            traced, batch = _traced(model, example, request)
+        planned, quiet, dropped = traced.graph, traced.graph, (*dropped, *found)
+    traced = replace(traced, graph=quiet)
     batch = with_values(batch, invented=example[0] is None and example[1] is None)
-    case = Case(
-        type(model).__name__, model, traced, batch, request.loss_fn, dtype_to_trace(model, request), tuple(dropped)
-    )
+    case = Case(type(model).__name__, model, traced, batch, request.loss_fn, dtype_to_trace(model, request), dropped)
     request.say("running on one device")
     verifier = Verifier(
         case, steps, tolerance, train_with, start=lambda n: LocalRanks.start(n, timeout_s=COLLECTIVE_TIMEOUT_S)
@@ -383,15 +387,15 @@ def _verifier(
             found = request.plan
         else:
             if not evaluators:
-                evaluators.append(Evaluator(_problem(model, traced.graph, request)))
+                evaluators.append(Evaluator(_problem(model, planned, request)))
             problem = evaluators[0].problem
             request.say("searching")
             if name == "auto":
                 found = search(problem, request.time_limit_s, request.progress)
             else:
                 found = plan_by_hand(evaluators[0], name)
-        verify_plan(found, traced.graph)
-        return found
+        verify_plan(found, planned)
+        return replace(found, graph_digest=quiet.digest) if found.graph_digest == planned.digest else found
 
     return request, verifier, make_plan
 

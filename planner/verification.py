@@ -17,7 +17,7 @@ from planner.diagnosis import backward_order, diagnose
 from planner.equality import TOLERANCES, coarsest, largest_entry, loss_error, relative_errors
 from planner.errors import BadInput, Infeasible, InvalidPlan, MeshwrightError, OutOfTime
 from planner.inputs import BatchForm
-from planner.ir.graph import Graph, Node
+from planner.ir.graph import RECURRENT, Graph, Node
 from planner.ir.plan import Plan
 from planner.lower import lower
 from planner.parallel import Parallel
@@ -252,10 +252,52 @@ def input_tensors(traced: Traced, batch: Batch) -> dict[str, torch.Tensor]:
     }
 
 
+def dropout_off(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
+    """``graph`` whose dropout drops nothing, node for node, and the operators that would have dropped something.
+
+    A plan for ``graph`` fits it, but for the digest.
+    """
+    dropped = [node.op for node in graph.nodes if _probability(node)]
+    if not dropped:
+        return graph, ()
+    return replace(graph, nodes=tuple(map(_quiet, graph.nodes))), tuple(dropped)
+
+
+def _place(node: Node) -> int:
+    """Where ``node`` takes its probability of dropping: an index of its args; -1 where it takes none there."""
+    if node.base in RECURRENT:
+        return 5 if node.op.endswith(".input") else 6
+    return {"dropout": 1, "attention_with_dropout": 4}.get(node.op, -1)
+
+
+def _probability(node: Node) -> float:
+    place = _place(node)
+    if place < 0 or not node.is_random:
+        return 0.0
+    return float(node.args[place] if place < len(node.args) else dict(node.kwargs).get("dropout_p", 0.0))
+
+
+def _quiet(node: Node) -> Node:
+    place = _place(node)
+    if not _probability(node):
+        return node
+    if place < len(node.args):
+        return replace(node, args=(*node.args[:place], 0.0, *node.args[place + 1 :]))
+    return replace(node, kwargs=tuple((k, 0.0 if k == "dropout_p" else v) for k, v in node.kwargs))
+
+
+def drawing(graph: Graph) -> Node | None:
+    """The first node that draws random numbers, whatever it does with them."""
+    for node in graph.nodes:
+        draws = node.is_random if node.op != MODULE else bool(dict(node.kwargs).get("draws", False))
+        if draws and not (_place(node) >= 0 and not _probability(node)):
+            return node
+    return None
+
+
 def _refuse_random(graph: Graph) -> None:
-    drawn = [node for node in graph.nodes if node.is_random and node.op != MODULE]
-    if drawn:
-        node: Node = drawn[0]
+    node = drawing(graph)
+    if node is not None:
         raise BadInput(
             f"operator {node.op} in {node.module or 'the model'} draws random numbers, others on shards than on one device, "
             "so there is nothing to compare; pass what it draws as an input, or switch it off for this check"

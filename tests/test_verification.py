@@ -127,6 +127,24 @@ def test_dropout_is_switched_off_and_the_report_says_so() -> None:
     assert quiet.equal and not quiet.notes
 
 
+def test_a_plan_of_a_model_with_dropout_is_verified_as_it_is() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4))
+    options = {"example_inputs": (torch.randn(8, 8),), "example_target": torch.randn(8, 4), "loss_fn": F.mse_loss}
+    plan = planner.auto_parallelize(model, 2, strategy="dp2 mb=2", cluster=CLUSTER, **options).plan
+    found = planner.verify(model, plan=plan, cluster=CLUSTER, **options)
+    assert found.equal and found.configuration == plan.configuration and "dropout" in found.notes[0]
+    assert any(row.op == "dropout" for row in plan.layouts)
+
+
+def test_dropout_of_whole_channels_is_switched_off_too() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.Dropout1d(0.5), nn.Flatten(), nn.Linear(24, 1))
+    options = {"loss_fn": lambda y: y.square().mean(), "cluster": CLUSTER}
+    found = planner.verify(model, 2, strategy="ddp", example_inputs=(torch.randn(8, 2, 8),), **options)
+    assert found.equal and "dropout" in found.notes[0]
+
+
 class Noisy(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x + torch.randn_like(x)).mean()
