@@ -23,7 +23,16 @@ import torch
 
 from costmodels.hardware import Cluster
 from planner.errors import BadInput, MeshwrightError
-from planner.inputs import BatchForm, cast, example_batch, guess_target, on_device_of, takes_target, with_values
+from planner.inputs import (
+    BatchForm,
+    cast,
+    example_batch,
+    guess_target,
+    moved_to,
+    on_device_of,
+    takes_target,
+    with_values,
+)
 from planner.ir.graph import Graph
 from planner.ir.plan import Plan
 from planner.ir.program import Program
@@ -63,6 +72,7 @@ def auto_parallelize(
     strategy: str = "auto",
     time_limit: float | None = None,
     seed: int = 0,
+    samplewise: bool | Sequence[str] = (),
     plan: Plan | str | Path | None = None,
     progress: Progress | None = None,
 ) -> Parallel:
@@ -81,6 +91,10 @@ def auto_parallelize(
     (planner.strategies). ``time_limit``: seconds for the search; the best plan so far comes back with its gap. ``plan``: an
     earlier plan, or its path, to run instead of searching.
 
+    A module that cannot be traced runs as it is, as one operator on the whole batch. ``samplewise``: paths of such modules
+    (patterns such as 'blocks.*.router'; True: all) of which you know that they treat each row of the batch alone; the
+    batch is then cut through them.
+
     Under torchrun every rank calls this; rank 0 plans, and the others get the very same plan and rank 0's weights.
 
     Raises BadInput, TraceError, InvalidPlan, Infeasible or OutOfTime, each before any process of the run is started.
@@ -94,7 +108,7 @@ def auto_parallelize(
         )
         if request.cluster is None and request.plan is None and (world is None or world.size == 1):
             check_gpus(request.gpus)
-        return _prepare(model, batch, request)
+        return _prepare(model, batch, request, samplewise)
 
     if world is not None and (world.size > 1 or gpus == 1):
         if gpus not in (None, world.size):
@@ -161,6 +175,7 @@ def compare(
     memory_limit: int | str | None = None,
     time_limit: float | None = None,
     seed: int = 0,
+    samplewise: bool | Sequence[str] = (),
     progress: Progress | None = None,
 ) -> tuple[ComparisonRow, ...]:
     """The solver's plan first, then each of ``strategies``, priced by the same functions; ``measure``: and run.
@@ -179,7 +194,7 @@ def compare(
     if measure or request.cluster is None:
         check_gpus(request.gpus)
     example = (example_inputs, example_kwargs, example_target, global_batch)
-    traced, whole_batch = _traced(model, example, request)
+    traced, whole_batch = _traced(model, example, request, samplewise)
     tensors = _tensors(traced, whole_batch) if measure else {}
     problem = _problem(model, traced.graph, request)
     evaluator = Evaluator(problem)
@@ -269,9 +284,11 @@ class _Prepared:
     form: BatchForm
 
 
-def _prepare(model: torch.nn.Module, batch: tuple[Any, ...], request: Request) -> _Prepared:
+def _prepare(
+    model: torch.nn.Module, batch: tuple[Any, ...], request: Request, samplewise: bool | Sequence[str]
+) -> _Prepared:
     """Trace, plan and lower."""
-    traced, example = _traced(model, batch, request)
+    traced, example = _traced(model, batch, request, samplewise)
     plan = request.plan
     if plan is None:
         problem = _problem(model, traced.graph, request)
@@ -285,7 +302,9 @@ def _prepare(model: torch.nn.Module, batch: tuple[Any, ...], request: Request) -
     return _Prepared(plan, lower(traced.graph, plan), BatchForm.of(example))
 
 
-def _traced(model: torch.nn.Module, batch: tuple[Any, ...], request: Request) -> tuple[Traced, Batch]:
+def _traced(
+    model: torch.nn.Module, batch: tuple[Any, ...], request: Request, samplewise: bool | Sequence[str] = ()
+) -> tuple[Traced, Batch]:
     """The graph of one step, and the example batch it was traced with, its values kept."""
     if not isinstance(model, torch.nn.Module):
         raise BadInput(f"model is a {type(model).__name__}; pass a torch.nn.Module")
@@ -293,16 +312,17 @@ def _traced(model: torch.nn.Module, batch: tuple[Any, ...], request: Request) ->
     if rows is None and request.plan is not None:
         rows = request.plan.global_batch
     example = example_batch(model, inputs, kwargs, target, rows)
-    dtype = dtype_to_trace(model, request)
+    dtype, weights = dtype_to_trace(model, request), None
     if dtype is not None:
-        model, example = cast_model(model, dtype), cast(example, dtype)
+        model, weights, example = cast_model(model, dtype), model, cast(example, dtype)
     stand_ins = on_device_of(model, example)
     if request.loss_fn is not None and example.target is None and takes_target(request.loss_fn):
         guessed = guess_target(model, stand_ins, request.loss_fn)
         example, stand_ins = replace(example, target=guessed), replace(stand_ins, target=guessed)
     request.say("tracing the model")
     with _without_collection():
-        return trace(model, stand_ins, request.loss_fn, rows), example
+        real = moved_to(model, example)
+        return trace(model, stand_ins, request.loss_fn, rows, samplewise, real, weights), example
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from planner.errors import BadInput
-from planner.ir.graph import Graph, Node
+from planner.ir.graph import MODULE, Graph, Node
 from planner.ir.layout import COMMUNICATING, REPLICATED, Pair, conversion, shard
 from planner.ir.mesh import MICRO
 from planner.segments import main_nodes
@@ -93,7 +93,7 @@ def batch_strategies(graph: Graph, k: int, time: bool) -> dict[str, Strategy]:
         if any(name in pairs for name in node.operands):
             best = min(options[node.name], key=lambda s, node=node: _collectives(node, s, pairs))  # type: ignore[misc]
             chosen[node.name] = best
-            pairs.update((value.name, pair) for value, pair in zip(node.outputs, best.outputs, strict=True))
+            pairs.update(_left(graph, node, best, pairs))
     demands: dict[str, set[Pair]] = {}
     for node in reversed(graph.nodes):
         if node.name not in chosen:
@@ -101,6 +101,20 @@ def batch_strategies(graph: Graph, k: int, time: bool) -> dict[str, Strategy]:
         for name, pair in zip(node.operands, chosen[node.name].operands, strict=True):
             demands.setdefault(name, set()).add(pair)
     return chosen
+
+
+def _left(graph: Graph, node: Node, strategy: Strategy, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
+    """The pairs in which readers of a node should look for its results.
+
+    A module that runs whole on the batch gives whole results; what reads them is cut again, or all behind it would run
+    whole as well.
+    """
+    found = dict(zip((value.name for value in node.outputs), strategy.outputs, strict=True))
+    if node.op == MODULE and not strategy.letter:
+        rows = {graph.values[n].shape[0] for n in node.operands if n in pairs and pairs[n].value == shard(0).value}
+        cut = [value for value in node.outputs if value.shape and value.shape[0] in rows]
+        found.update((value.name, target_pair(shard(0), value.differentiable)) for value in cut)
+    return found
 
 
 def _collectives(node: Node, strategy: Strategy, pairs: Mapping[str, Pair]) -> tuple[int, int, int]:
@@ -152,6 +166,13 @@ def _check_time(graph: Graph) -> None:
             coupling.append(_reader(graph, node))
     if coupling:
         reader = min(coupling, key=lambda node: places[node.name])
+        if reader.op == MODULE:
+            path = reader.args[0]
+            vouch = f"samplewise=({path!r},)" if path else "samplewise=True"
+            raise BadInput(
+                f"module {path or 'model'!r} runs whole on the batch, which cannot be cut into micro-batches then; use 1 "
+                f"micro-batch (mb=1), or pass {vouch} where it treats each row of the batch alone"
+            )
         raise BadInput(
             f"operator {reader.op} in {reader.module or 'the model'} couples the samples of a batch, so the batch "
             "cannot be cut into micro-batches without changing the result; use 1 micro-batch (mb=1)"

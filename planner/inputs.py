@@ -24,6 +24,7 @@ from planner.ir.program import InputSpec, spoken
 from planner.trace import Batch
 from planner.trace_failure import quietly, trace_failure
 from planner.trace_guards import attributes_kept
+from runtime.opaque import register_dataclasses
 
 EXAMPLE_ATTRIBUTES = ("example_input_array", "dummy_inputs", "example_inputs")
 DEFAULT_ROWS = 8
@@ -54,6 +55,7 @@ def example_batch(
         batch = Batch(batch.args, {**batch.kwargs, **(example_kwargs or {})}, example_target)
     else:
         batch = _from_model(model, example_target, global_batch or DEFAULT_ROWS)
+    register_dataclasses((batch.args, dict(batch.kwargs), batch.target))
     return batch if global_batch is None else resized(batch, global_batch)
 
 
@@ -161,6 +163,20 @@ def on_device_of(model: torch.nn.Module, batch: Batch) -> Batch:
     return Batch(args, kwargs, target)
 
 
+def moved_to(model: torch.nn.Module, batch: Batch) -> Batch:
+    """``batch`` with its values where the model's parameters are."""
+    devices = {p.device for p in model.parameters()}
+    if len(devices) != 1 or torch.device("meta") in devices:
+        return batch
+    (device,) = devices
+
+    def move(value: Any) -> Any:
+        return value.to(device) if isinstance(value, torch.Tensor) and not value.is_meta else value
+
+    args, kwargs, target = pytree.tree_map(move, (batch.args, dict(batch.kwargs), batch.target))
+    return Batch(args, kwargs, target)
+
+
 def takes_target(loss_fn: Callable[..., Any]) -> bool:
     """Whether ``loss_fn`` is called with a target: False only for a function of one argument."""
     try:
@@ -222,6 +238,7 @@ class BatchForm:
 
 def _leaves(batch: Batch) -> list[tuple[str, Any]]:
     arguments = (batch.args, dict(batch.kwargs), batch.target)
+    register_dataclasses(arguments)
     return [(pytree.keystr(path), value) for path, value in pytree.tree_flatten_with_path(arguments)[0]]
 
 

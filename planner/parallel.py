@@ -24,6 +24,7 @@ from planner.trace import Batch, tensors_by_target
 from runtime.batch import check_batch
 from runtime.checkpoint import check_checkpoint
 from runtime.launch import LocalRanks
+from runtime.opaque import dump_modules
 from runtime.optimizer import describe_optimizer
 from runtime.worker import Rank
 from runtime.world import share_tensors
@@ -258,15 +259,22 @@ class Parallel:
         if self._loaded:
             return
         state = self._initial_state()
+        called = sorted({spec.path for stage in self.program.stages for spec in stage.modules})
+        modules = dump_modules(self._model, called) if called else None
         if self._rank is not None:
-            self._rank.load(self.program, share_tensors(state))
+            self._rank.load(self.program, share_tensors(state), modules)
         else:
             assert self._start is not None
             self._ranks = self._start()
             with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
                 path = Path(folder) / "weights.pt"
                 torch.save(state, path)
-                self._ranks.call("load", {"program": self.program.to_dict(), "state": str(path)})
+                arguments = {"program": self.program.to_dict(), "state": str(path)}
+                if modules is not None:
+                    code = Path(folder) / "modules.pkl"
+                    code.write_bytes(modules)
+                    arguments["modules"] = str(code)
+                self._ranks.call("load", arguments)
         self._loaded = True
 
     def _initial_state(self) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ from dataclasses import replace
 
 import networkx as nx
 
-from planner.ir.graph import Argument, Graph, Leaf, Node, Ref
+from planner.ir.graph import MODULE, Argument, Graph, Leaf, Node, Ref
 from planner.shard import SHARED
 
 
@@ -249,7 +249,8 @@ def segment_structure(graph: Graph, nodes: tuple[Node, ...]) -> object:
 
     lines = []
     for i, node in enumerate(nodes):
-        arguments = (term(node.args), tuple((k, term(v)) for k, v in node.kwargs))
+        given = node.args[1:] if node.op == MODULE else node.args  # a module by what it is called with, not by its path
+        arguments = (term(given), node.rule, tuple((k, term(v)) for k, v in node.kwargs))
         lines.append((node.op, arguments, tuple((v.shape, v.dtype, v.differentiable) for v in node.outputs)))
         place.update((value.name, ("own", i, j)) for j, value in enumerate(node.outputs))
     inside = {value.name for node in nodes for value in node.outputs}

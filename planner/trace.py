@@ -11,18 +11,30 @@ A region under ``torch.no_grad`` keeps its meaning: its results are detached.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from planner import trace_opaque as opaque
 from planner.errors import BadInput, TraceError
 from planner.ir.graph import Argument, Graph, Leaf, Node, Ref, Symbol, Value
 from planner.normalise import normalise
-from planner.trace_failure import ModelRaised, quietly, refuse_unknown_shapes, trace_failure
+from planner.trace_failure import (
+    ModelRaised,
+    Untraceable,
+    modules_of,
+    quietly,
+    refuse_unknown_shapes,
+    trace_failure,
+)
 from planner.trace_guards import attributes_kept, refuse_hooks, refuse_unseen_writes, watched
+from planner.trace_record import Calls, record
+from runtime.opaque import register_dataclasses
 
 SKIPPED_OPS = {"aten._assert_tensor_metadata.default", "aten._assert_scalar.default"}
 # A functional graph needs no copies: ``clone`` only fixed strides, and views are emitted as reshapes.
@@ -35,6 +47,8 @@ WRITES_UNSEEN = frozenset(
 CASTS = frozenset({"to", "type_as"})
 # A tensor of the code that is not the model's own is written into the graph, up to this size.
 MOST_CONSTANT_ELEMENTS = 4096
+# Each finds one more kind of module that cannot be traced.
+MOST_TRACES = 24
 DROPPED_KEYWORDS = {"pin_memory", "layout", "non_blocking"}
 
 
@@ -59,16 +73,21 @@ class _Step(torch.nn.Module):
     """What is traced: the model and its loss."""
 
     def __init__(
-        self, model: torch.nn.Module, loss_fn: Callable[..., torch.Tensor] | None, tell: Callable[[str], None]
+        self,
+        model: torch.nn.Module,
+        loss_fn: Callable[..., torch.Tensor] | None,
+        tell: Callable[[str], None],
+        standing_in: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
         self.tell = tell
+        self.standing_in = standing_in
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> torch.Tensor:
         try:
-            with watched(self.model, self.tell):
+            with watched(self.model, self.tell), self.standing_in():
                 output = self.model(*args, **kwargs)
                 if self.loss_fn is not None:
                     loss = self.loss_fn(output) if target is None else self.loss_fn(output, target)
@@ -106,20 +125,62 @@ def trace(
     batch: Batch,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     global_batch: int | None = None,
+    samplewise: Any = (),
+    example: Batch | None = None,
+    weights: torch.nn.Module | None = None,
 ) -> Traced:
     """Trace one training step.
+
+    A module that cannot be traced is kept as one operator, where one forward pass on real tensors can tell what it takes
+    and gives. ``samplewise``: paths of such modules (patterns; True: all) that treat each row of the batch alone.
+    ``example``: the batch with its values, where ``batch`` has none. ``weights``: the model whose weights ``model``, a
+    copy of it, should have.
 
     Raises TraceError naming the place when the model cannot be traced, BadInput when the loss is not one number.
     """
     refuse_hooks(model)
+    register_dataclasses((batch.args, dict(batch.kwargs), batch.target))
+    alone = opaque.check_samplewise(model, samplewise)
     arguments = pytree.tree_map(_stand_in, (batch.args, dict(batch.kwargs), batch.target))
-    notes: list[str] = []
-    step = _Step(model, loss_fn, notes.append)
-    with attributes_kept(model):
-        exported = _export(step, arguments)
     size = global_batch or batch_size(arguments)
-    traced = _to_graph(model, exported, arguments, size)
-    return replace(traced, graph=replace(traced.graph, notes=tuple(dict.fromkeys(notes))))
+    kept = opaque.outermost(opaque.hooked_modules(model))
+    first: Untraceable | None = None
+    for _ in range(MOST_TRACES):
+        notes: list[str] = []
+        try:
+            calls: Calls = {}
+            if kept:
+                opaque.check_values(model if weights is None else weights, example or batch, kept, first)
+                if weights is not None:
+                    opaque.take_values(model, weights)
+                    weights = None
+                calls = _record(model, example or batch, kept, alone, first)
+            standing_in = partial(opaque.standing_in, model, calls, alone, size)
+            step = _Step(model, loss_fn, notes.append, standing_in)
+            with attributes_kept(model):
+                traced = _to_graph(model, _export(step, arguments), arguments, size)
+        except Untraceable as error:
+            first = first or error
+            path = opaque.blamed(error, model, kept)
+            if path is None:
+                raise TraceError(str(error)) from error
+            kept = opaque.with_module(model, kept, path, opaque.reason(error))
+            continue
+        told = [opaque.note(path, why, opaque.matches(path, alone)) for path, why in kept.items()]
+        return replace(traced, graph=replace(traced.graph, notes=tuple(dict.fromkeys((*told, *notes)))))
+    raise TraceError(str(first)) from first
+
+
+def _record(
+    model: torch.nn.Module, batch: Batch, kept: Collection[str], samplewise: Sequence[str], first: Exception | None
+) -> Calls:
+    try:
+        alone = [path for path in kept if opaque.matches(path, samplewise)]
+        return record(model, batch.args, batch.kwargs, tuple(kept), alone)
+    except (BadInput, TraceError):
+        raise
+    except Exception as error:  # the model does not run; a trace has said why, if there was one
+        raise TraceError(str(first or trace_failure(error))) from error
 
 
 def _stand_in(value: Any) -> Any:
@@ -194,9 +255,13 @@ def _to_graph(
             reader.names[spec.arg.name] = reader.constant(name, exported.constants[spec.target or ""])
     for fx_node in exported.graph.nodes:
         if fx_node.op == "call_function":
-            reader.read(fx_node)
+            try:
+                reader.read(fx_node)
+            except Untraceable as error:
+                error.modules = modules_of(fx_node)
+                raise
         elif fx_node.op == "get_attr":
-            raise TraceError(f"the model calls {fx_node.target!r} as a whole, which cannot be split; report this model")
+            raise Untraceable(f"the model calls {fx_node.target!r} as a whole", modules_of(fx_node))
     outputs = [n for n in exported.graph.nodes if n.op == "output"][0].args[0]
     loss, writes = "", []
     for spec, result in zip(exported.graph_signature.output_specs, outputs, strict=True):
@@ -329,6 +394,9 @@ class _Reader:
         op = str(fx_node.target)
         if op in SKIPPED_OPS:
             return
+        if op == opaque.OPERATOR:
+            self.opaque(fx_node)
+            return
         if op in IDENTITY_OPS:
             self.names[fx_node.name] = self.names[fx_node.args[0].name]  # type: ignore[union-attr, index]
             return
@@ -377,6 +445,15 @@ class _Reader:
         ]
         self.values.update((v.name, v) for v in outputs)
         self.nodes.append(Node(op, args, tuple(outputs), kwargs, module))
+
+    def opaque(self, fx_node: torch.fx.Node) -> None:
+        """A call of a module that is kept whole."""
+        node = opaque.read_call(fx_node, self.argument, self.unique)
+        grad = any(self.values[name].differentiable for name in node.operands)
+        node = replace(node, outputs=tuple(replace(v, differentiable=v.differentiable and grad) for v in node.outputs))
+        self.parts[fx_node.name] = {i: value.name for i, value in enumerate(node.outputs)}
+        self.values.update((value.name, value) for value in node.outputs)
+        self.nodes.append(node)
 
     def detached(self, name: str) -> str:
         """The value called ``name`` without a gradient: a buffer keeps none."""
@@ -443,8 +520,8 @@ class _Reader:
         if isinstance(value, complex):
             return Symbol(repr(value))
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            raise TraceError("the model's shapes depend on the values of its input; give it fixed shapes")
-        raise TraceError(f"an operator takes an argument of type {type(value).__name__}, which is not supported")
+            raise Untraceable("the model's shapes depend on the values of its input; give it fixed shapes")
+        raise Untraceable(f"an operator takes an argument of type {type(value).__name__}, which is not supported")
 
 
 def _is_floating(value: Value) -> bool:

@@ -29,6 +29,23 @@ class ModelRaised(Exception):
     """The model or its loss raised, while being traced, what stands in ``__cause__``."""
 
 
+class Untraceable(TraceError):
+    """What keeps a module from being traced, but not from running as it is.
+
+    ``modules``: paths of the modules it was met in, from outside to inside, where the traceback does not tell.
+    """
+
+    def __init__(self, text: str, modules: tuple[str, ...] = (), depends_on_values: bool = False) -> None:
+        super().__init__(text)
+        self.modules, self.depends_on_values = modules, depends_on_values
+
+
+def modules_of(node: torch.fx.Node) -> tuple[str, ...]:
+    """Paths of the modules a traced node was called in, from outside to inside; the outermost holds model and loss."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return tuple(str(path).removeprefix("model").removeprefix(".") for path, *_ in stack[1:])
+
+
 @contextmanager
 def quietly() -> Iterator[None]:
     """Without torch's own reports of failures and deprecations while it traces."""
@@ -46,7 +63,7 @@ def quietly() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def trace_failure(error: BaseException) -> TraceError:
+def trace_failure(error: BaseException) -> Untraceable:
     """What to tell about ``error``, raised while the model ran on stand-ins for its tensors."""
     kind = type(error).__name__
     place = _place(error)
@@ -56,17 +73,19 @@ def trace_failure(error: BaseException) -> TraceError:
         return depends_on_values(place)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     what = f"{kind}: {lines[0]}" if lines else kind
-    return TraceError(
+    return Untraceable(
         f"the model cannot be traced: {what}{place}\n"
         "It ran on stand-ins for example_inputs, shapes without values; check that the model takes those inputs."
     )
 
 
-def depends_on_values(place: str) -> TraceError:
-    return TraceError(
+def depends_on_values(place: str, modules: tuple[str, ...] = ()) -> Untraceable:
+    return Untraceable(
         f"the model cannot be traced: what it runs depends on the values of tensors{place}\n"
         "An if, a loop, .item() or a mask as an index has one outcome in a plan. Write it with torch.where or with fixed "
-        "shapes, or take it out of the model."
+        "shapes, or take it out of the model.",
+        modules,
+        depends_on_values=True,
     )
 
 
@@ -78,7 +97,7 @@ def refuse_unknown_shapes(graph: torch.fx.Graph) -> None:
             if isinstance(result, torch.SymInt | torch.SymFloat | torch.SymBool) or (
                 isinstance(result, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in result.shape)
             ):
-                raise depends_on_values(place_in_text(str(node.meta.get("stack_trace") or "")))
+                raise depends_on_values(place_in_text(str(node.meta.get("stack_trace") or "")), modules_of(node))
 
 
 def place_here() -> str:

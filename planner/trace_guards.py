@@ -1,7 +1,8 @@
 """What torch.export would drop without a word, found while the model runs: kept where it can be, refused by name where not.
 
-refused    backward hooks of modules, parameters and tensors; custom ``autograd.Function``s (their backward is code of
-           its own); inference_mode; detach_() in place
+refused    hooks of parameters and tensors: they act on complete gradients
+untraced   custom ``autograd.Function``s (their backward is code of its own), reentrant checkpoints, inference_mode,
+           detach_() in place: the module around them runs as it is (planner.trace_opaque)
 kept       a new tensor assigned to a buffer, as a write into the buffer
 told       numbers a module counts in forward: a plan holds those of the first call
 restored   the model's attributes
@@ -18,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from planner.errors import TraceError
-from planner.trace_failure import place_here, place_in_text
+from planner.trace_failure import Untraceable, modules_of, place_here, place_in_text
 
 PLAIN = (bool, int, float, str)
 HOOKS = frozenset(
@@ -29,21 +30,7 @@ HOOKS = frozenset(
 
 
 def refuse_hooks(model: torch.nn.Module) -> None:
-    """Raises TraceError naming the first module or parameter with a hook that runs in backward.
-
-    Or with a BatchNorm over all steps: how far it moves depends on a counter, a value of a tensor.
-    """
-    for name, module in model.named_modules():
-        counts = isinstance(module, torch.nn.modules.batchnorm._NormBase) and module.momentum is None
-        if counts and module.training and module.track_running_stats:
-            raise TraceError(
-                f"module {name or 'model'!r} averages its statistics over all steps (momentum=None), which no plan can hold; "
-                "give it a momentum such as 0.1"
-            )
-        if module._backward_hooks or getattr(module, "_backward_pre_hooks", None):
-            raise TraceError(
-                f"module {name or 'model'!r} has a backward hook, which tracing would drop; remove it before planning"
-            )
+    """Raises TraceError naming the first parameter with a hook."""
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise TraceError(
@@ -102,9 +89,10 @@ def refuse_unseen_writes(exported: torch.export.ExportedProgram) -> None:
         for node in inner.nodes:
             mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
             if mutable and node.args[0] in outside and outside[node.args[0]].name not in buffers:
-                raise TraceError(
+                raise Untraceable(
                     "a tensor with a gradient is written in place under no_grad; write a new tensor, or do it between steps"
-                    f"{place_in_text(str(node.meta.get('stack_trace') or ''))}"
+                    f"{place_in_text(str(node.meta.get('stack_trace') or ''))}",
+                    modules_of(region),
                 )
 
 
@@ -127,9 +115,9 @@ class _Watch(TorchFunctionMode):
         if function is torch.Tensor.register_hook:
             raise TraceError(f"a tensor gets a hook, which tracing would drop; take it out of the model{place_here()}")
         if function is torch.Tensor.detach_:
-            raise TraceError(f"detach_() in place is not kept when tracing; write x = x.detach(){place_here()}")
+            raise Untraceable(f"detach_() in place is not kept when tracing; write x = x.detach(){place_here()}")
         if torch.is_inference_mode_enabled():
-            raise TraceError(f"inference_mode is not kept when tracing; write torch.no_grad(){place_here()}")
+            raise Untraceable(f"inference_mode is not kept when tracing; write torch.no_grad(){place_here()}")
         return function(*args, **(kwargs or {}))
 
 
@@ -145,8 +133,10 @@ def _no_functions() -> Iterator[None]:
         if threading.get_ident() != thread or registered:
             return original.__get__(None, cls)(*args, **kwargs)
         if cls is torch.utils.checkpoint.CheckpointFunction:
-            raise TraceError(f"reentrant checkpoints are not kept when tracing; pass use_reentrant=False{place_here()}")
-        raise TraceError(
+            raise Untraceable(
+                f"reentrant checkpoints are not kept when tracing; pass use_reentrant=False{place_here()}"
+            )
+        raise Untraceable(
             f"the backward of autograd.Function {cls.__qualname__} is code that a plan cannot hold; use operators whose "
             f"gradient torch knows{place_here()}"
         )

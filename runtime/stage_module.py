@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import functools
 import linecache
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from planner.errors import InvalidPlan
 from planner.ir.program import StageProgram, StateSpec
 from runtime.collectives import Axis
+from runtime.opaque import OpaqueModule
+from runtime.operators import seeded
 
 
 class _Owner(nn.Module):
@@ -38,6 +41,23 @@ class _Owner(nn.Module):
 
 class Segment(_Owner):
     """Base of the segment classes of a source: operators of one link of the chain of cuts."""
+
+    def opaque(
+        self,
+        name: str,
+        rng: torch.Tensor,
+        site: int,
+        states: Sequence[torch.Tensor],
+        axes: Sequence[Axis] = (),
+        autocast: torch.dtype | None = None,
+    ) -> Callable[..., Any]:
+        """The user's module called ``name`` here (ModuleSpec), as a function that draws as seeded for this place."""
+        module: OpaqueModule = self.__dict__["opaque_modules"][name]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return seeded(module, rng, site, axes)(states, args, kwargs, autocast)
+
+        return run
 
 
 class StageModule(_Owner):
@@ -65,16 +85,27 @@ class Held:
         return cast(torch.Tensor, getattr(self.module, self.attribute))
 
 
-def build_stage(stage: StageProgram, axes: Mapping[str, Axis], device: torch.device) -> StageModule:
+def build_stage(
+    stage: StageProgram,
+    axes: Mapping[str, Axis],
+    device: torch.device,
+    modules: Mapping[str, nn.Module] = MappingProxyType({}),
+) -> StageModule:
     """The module of ``stage``, its tensors still on the meta device (``runtime.state.fill`` gives them values).
 
-    ``axes``: at least ``tp`` and ``dp``. ``device``: where the source creates tensors. Raises InvalidPlan when the
-    source does not define what the stage names.
+    ``axes``: at least ``tp`` and ``dp``. ``device``: where the source creates tensors. ``modules``: those of the user's
+    that the stage calls, by path. Raises InvalidPlan when the source does not define what the stage names, or a module
+    is missing.
     """
     namespace = _run_source(stage, axes, device)
     module = _instance(namespace, "Stage", StageModule, stage)
     module.segments = nn.ModuleList(_instance(namespace, spec.class_name, Segment, stage) for spec in stage.segments)
     module.__dict__["held"] = tuple(_register(spec, module, i, axes["tp"]) for i, spec in enumerate(stage.states))
+    for called in stage.modules:
+        if called.path not in modules:
+            raise InvalidPlan(f"stage {stage.index} calls the module {called.path!r}, which this rank was not given")
+        own = module.segments[called.segment].__dict__.setdefault("opaque_modules", {})
+        own[called.name] = OpaqueModule(called, modules[called.path])
     for segment, segment_spec in zip(module.segments, stage.segments, strict=True):
         if segment_spec.recompute:
             segment.forward = functools.partial(

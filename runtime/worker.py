@@ -26,6 +26,7 @@ from runtime.collectives import Axis
 from runtime.device import peak_memory_bytes, reset_peak_memory, synchronize
 from runtime.gradients import GradientReducer, clip_gradients
 from runtime.groups import Groups
+from runtime.opaque import load_modules
 from runtime.optimizer import StageOptimizer
 from runtime.schedule import StageRunner
 from runtime.stage_module import StageModule, build_stage
@@ -62,11 +63,17 @@ class Rank:
             )
         self._loaded: _Loaded | None = None
 
-    def load(self, program: Program | Mapping[str, Any], state: str | Path | Mapping[str, torch.Tensor]) -> None:
+    def load(
+        self,
+        program: Program | Mapping[str, Any],
+        state: str | Path | Mapping[str, torch.Tensor],
+        modules: str | Path | bytes | None = None,
+    ) -> None:
         """Build this rank's stage and fill it; replaces what was loaded before.
 
         ``program``: a Program, or its ``to_dict()``. ``state``: original name -> whole tensor, or the path of a file of
-        it written by ``torch.save``, which is mapped into memory so that only this rank's part is read.
+        it written by ``torch.save``, which is mapped into memory so that only this rank's part is read. ``modules``: what
+        ``runtime.opaque.dump_modules`` gave for the modules the program calls as they are, or the path of a file of it.
         Raises BadInput when the number of processes, a name or a shape does not fit; InvalidPlan for a broken program.
         """
         if not isinstance(program, Program):
@@ -74,7 +81,9 @@ class Rank:
         self._loaded = None
         source = state if isinstance(state, Mapping) else torch.load(state, mmap=True, weights_only=True)
         reset_peak_memory(self.device)
-        self._loaded = _Loaded(program, self._groups, source, self.device)
+        code = Path(modules).read_bytes() if isinstance(modules, str | Path) else modules
+        opaque = load_modules(code) if code is not None else {}
+        self._loaded = _Loaded(program, self._groups, source, self.device, opaque)
 
     @property
     def program(self) -> Program:
@@ -215,14 +224,19 @@ class _Loaded:
     """A program on this rank: its stage with weights, and what runs and reduces it."""
 
     def __init__(
-        self, program: Program, groups: Groups, source: Mapping[str, torch.Tensor], device: torch.device
+        self,
+        program: Program,
+        groups: Groups,
+        source: Mapping[str, torch.Tensor],
+        device: torch.device,
+        modules: Mapping[str, torch.nn.Module],
     ) -> None:
         self.program, self.device = program, device
         self.axes: dict[str, Axis] = groups.axes(program.mesh)
         self.world = groups.world
         self.stage: StageProgram = program.stages[self.axes["pp"].index]
         self.answers = self.axes["dp"].index == self.axes["tp"].index == 0
-        self.module = build_stage(self.stage, self.axes, device)
+        self.module = build_stage(self.stage, self.axes, device, modules)
         if program.zero == 3:
             state.shard_segments(self.module, program, self.axes["dp"], device)
         state.fill(self.module, source, self.axes, device)

@@ -100,13 +100,19 @@ RANDOM = frozenset(
     "poisson rand rand_like randint randint_like randn randn_like random randperm rrelu rrelu_with_noise "
     "rrelu_with_noise_functional uniform".split()
 )
+# A module of the user's that runs as one operator: args are its path, its arguments (planner.ir.graph.tree), its keyword
+# arguments and its states; results are its tensors, then the buffers it writes, then the tensors it keeps as attributes.
+MODULE = "module"
 # Random when they drop between their layers.
 RECURRENT = frozenset({"gru", "lstm", "rnn_relu", "rnn_tanh"})
 
 
 @dataclass(frozen=True)
 class Node:
-    """One operator call. ``module``: path of the module it was called in; ``segment``: index in the chain of cuts."""
+    """One operator call. ``module``: path of the module it was called in; ``segment``: index in the chain of cuts.
+
+    ``rule``: notation of a sharding rule that is known of this call alone (planner.sharding_rules.rule); '' mostly.
+    """
 
     op: str
     args: tuple[Argument, ...]
@@ -114,6 +120,7 @@ class Node:
     kwargs: tuple[tuple[str, Argument], ...] = ()
     module: str = ""
     segment: int = 0
+    rule: str = ""
 
     @property
     def name(self) -> str:
@@ -139,11 +146,12 @@ class Node:
         if self.base in RECURRENT:
             place = 5 if self.op.endswith(".input") else 6  # of dropout; train follows
             return bool(self.args[place] and self.args[place + 1])
-        return self.base in RANDOM
+        return self.base in RANDOM or self.op == MODULE
 
     def __str__(self) -> str:
         inside = [*map(repr, self.args), *(f"{k}={v!r}" for k, v in self.kwargs)]
-        return f"{', '.join(map(str, self.outputs))} = {self.op}({', '.join(inside)})"
+        rule = f" by {self.rule!r}" if self.rule else ""
+        return f"{', '.join(map(str, self.outputs))} = {self.op}({', '.join(inside)}){rule}"
 
 
 def _refs(argument: Argument) -> Iterator[str]:

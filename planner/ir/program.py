@@ -24,7 +24,8 @@ The source starts with ``PREAMBLE``. ``tp`` and ``dp`` in it are ``runtime.colle
 Rules a source keeps: buffers are written in ``Stage.forward`` (``self.running_mean.copy_(x)``), never inside a segment,
 which may run twice (recomputation); a tensor a segment returns is not changed in place; ``Stage.prologue`` reduces over
 dp itself. A stage that draws random numbers names ``rng`` among its inputs (``RNG``): an int64 tensor on the CPU of
-[seed, step, micro-batch], for ``dropout`` and ``seeded``.
+[seed, step, micro-batch], for ``dropout`` and ``seeded``. In a segment ``self.opaque(name, rng, site, states)(...)`` calls
+a module of the user's, as a function of its states, by ``StageProgram.modules``.
 
 Between processes a program travels as plain data: ``to_dict`` and ``from_dict``.
 """
@@ -115,6 +116,24 @@ class SegmentSpec:
 
 
 @dataclass(frozen=True)
+class ModuleSpec:
+    """A call of a module of the user's that runs as one operator: ``self.opaque(name, ...)`` in segment ``segment``.
+
+    ``path``: of the module in the original model. ``results``: the tensors it returns, local to one device and one
+    micro-batch; ``plain``: what else it returns, as text. ``written``: numbers of its states that are buffers it writes;
+    ``kept``: (path in the module, attribute) of tensors it leaves on itself. These follow the results.
+    """
+
+    name: str
+    path: str
+    segment: int
+    results: tuple[TensorSpec, ...]
+    plain: str = ""
+    written: tuple[int, ...] = ()
+    kept: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
 class StageProgram:
     index: int
     source: str
@@ -125,6 +144,7 @@ class StageProgram:
     inputs: tuple[str, ...]  # names of program inputs passed to Stage.forward by keyword
     prologue_inputs: tuple[str, ...]  # names of program inputs passed to Stage.prologue
     counts: tuple[TensorSpec, ...]  # what Stage.prologue returns; summed over micro-batches, then keywords of forward
+    modules: tuple[ModuleSpec, ...] = ()
 
 
 @dataclass(frozen=True)

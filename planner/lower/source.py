@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from planner.ir.graph import Argument, Node, Ref, Symbol
+from planner.ir.graph import MODULE, Argument, Node, Ref, Symbol
 from planner.ir.layout import Pair, conversion
 
 WORDS = {
@@ -238,11 +238,36 @@ def _grouped_mm(node: Node, name: Name, site: str) -> str:
     return f"grouped_mm({_call(node, name)})"
 
 
+def _module(node: Node, name: Name, site: str) -> str:
+    """A call of a module of the user's: ``self.opaque("router", rng, site, [weights])(x, mask=y)``."""
+    own, args, kwargs, states = node.args
+    options = dict(node.kwargs)
+    parts = [f'"{own}"', "rng", site, argument_text(states, name)]
+    axes = _axes(node)
+    parts += [f"axes={axes}"] if axes else []
+    parts += [f"autocast={options['autocast'].name}"] if "autocast" in options else []
+    given = [_tree_text(item, name) for item in args[1:]]
+    given += [f"{key}={_tree_text(item, name)}" for key, item in kwargs[1:]]
+    return f"self.opaque({', '.join(parts)})({', '.join(given)})"
+
+
+def _tree_text(tree: Argument, name: Name) -> str:
+    """An argument of a module as Python: containers are ('tuple' | 'list' | 'dict', items...)."""
+    if not isinstance(tree, tuple):
+        return argument_text(tree, name)
+    kind, *items = tree
+    if kind == "dict":
+        return "{" + ", ".join(f"{key!r}: {_tree_text(item, name)}" for key, item in items) + "}"
+    inside = ", ".join(_tree_text(item, name) for item in items)
+    return f"[{inside}]" if kind == "list" else f"({inside},)" if len(items) == 1 else f"({inside})"
+
+
 def _tensor(node: Node, name: Name, site: str) -> str:
     return f"torch.tensor({_call(node, name)})"
 
 
 OWN: Mapping[str, Callable[[Node, Name, str], str]] = {
+    MODULE: _module,
     "tensor": _tensor,
     "grouped_mm": _grouped_mm,
     "dropout": _dropout,

@@ -9,16 +9,17 @@ them. Sums over micro-batches (token counts) are made by ``Stage.prologue`` befo
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 
 from planner.batch import split_batch
 from planner.costing import crossing
 from planner.errors import InvalidPlan
-from planner.ir.graph import Graph, Leaf, Node
+from planner.ir.graph import MODULE, Graph, Leaf, Node
 from planner.ir.layout import REPLICATED, WHOLE, Pair
 from planner.ir.mesh import MICRO
 from planner.ir.plan import Plan
-from planner.ir.program import InputSpec, Program, StageProgram, StateSpec, TensorSpec
+from planner.ir.program import InputSpec, ModuleSpec, Program, StageProgram, StateSpec, TensorSpec
 from planner.layouts import check_on_dp, recall
 from planner.lower.text import SegmentText, StageText, stage_source
 from planner.segments import cut_into_segments, segment_label, segment_nodes
@@ -112,6 +113,7 @@ class _Lowering:
             micro_batches=self.plan.micro_batches,
         )
         source, classes = stage_source(text)
+        modules = tuple(spec for i in range(first, end) for spec in self._modules(i)[1])
         used = {name for node in (*preamble, *segments) for name in node.operands}
         inputs = [leaf.name for leaf in self.local.leaves_of("input") if leaf.name in used]
         before, forward = source.split("class Stage(StageModule)")[1].split("    def forward(")
@@ -131,6 +133,7 @@ class _Lowering:
             inputs=tuple(inputs),
             prologue_inputs=(*counted, *(["rng"] if "rng" in before else [])),
             counts=tuple(TensorSpec(n.name, n.output.shape, n.output.dtype, False) for n in counts),
+            modules=tuple(replace(spec, segment=spec.segment - first) for spec in modules),
         )
 
     # --- tensors between stages ---------------------------------------------------------------------------------------
@@ -161,8 +164,33 @@ class _Lowering:
 
     # --- segments and their weights -----------------------------------------------------------------------------------
 
+    def _modules(self, number: int) -> tuple[tuple[Node, ...], tuple[ModuleSpec, ...]]:
+        """The nodes of a segment with modules called by names of the segment's own, and what these stand for."""
+        label = segment_label(self.local, self.chain[number])
+        nodes: list[Node] = []
+        specs: dict[str, ModuleSpec] = {}
+        for node in self.chain[number]:
+            if node.op == MODULE:
+                path = str(node.args[0])
+                base = "whole" if path == label else path.removeprefix(label + ".")
+                name = next(n for i in count(1) if (n := base if i == 1 else f"{base}:{i}") not in specs)
+                options = dict(node.kwargs)
+                results = tuple(TensorSpec(v.name, v.shape, v.dtype, v.differentiable) for v in node.outputs)
+                specs[name] = ModuleSpec(
+                    name,
+                    path,
+                    number,
+                    results,
+                    options.get("plain", ""),
+                    options.get("written", ()),
+                    options.get("kept", ()),
+                )
+                node = replace(node, args=(name, *node.args[1:]))
+            nodes.append(node)
+        return tuple(nodes), tuple(specs.values())
+
     def _segment(self, number: int, attributes: dict[tuple[int | None, str], str]) -> SegmentText:
-        nodes = self.chain[number]
+        nodes, _ = self._modules(number)
         own = {value.name for node in nodes for value in node.outputs}
         read = dict.fromkeys(name for node in nodes for name in node.operands if name not in own)
         owned = {leaf for leaf in read if (number, leaf) in attributes}

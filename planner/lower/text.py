@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from planner.ir.graph import Graph, Node
+from planner.ir.graph import MODULE, Graph, Node
 from planner.ir.layout import Pair
 from planner.ir.mesh import MICRO
 from planner.ir.program import PREAMBLE, SegmentSpec
@@ -144,7 +144,7 @@ def _statement(node: Node, scope: _Scope, micro_batches: int, site: str) -> str:
         left += ","
     line = f"{left} = {right}"
     if len(line) >= LINE - 8:
-        return f"{left} = {_wrapped_call(right)}"
+        return f"{left} = {_wrapped_module(right) if node.op == MODULE else _wrapped_call(right)}"
     return line + comment if len(line) + len(comment) < LINE else line
 
 
@@ -155,6 +155,14 @@ def _wrapped_call(text: str) -> str:
         return text
     inside = textwrap.wrap(call[2], LINE - 20, break_long_words=False)
     return f"{call[1]}(\n" + "".join(f"            {line}\n" for line in inside) + "        )"
+
+
+def _wrapped_module(text: str) -> str:
+    """``self.opaque(name, rng, site, [states])(...)`` with its states on lines of their own."""
+    before, _, rest = text.partition("[")
+    states, _, after = rest.partition("]")
+    inside = textwrap.wrap(states + ",", LINE - 20) if states else []
+    return f"{before}[\n" + "".join(f"            {line}\n" for line in inside) + f"        ]{after}"
 
 
 def _wrapped(names: Sequence[str]) -> str:
@@ -170,6 +178,8 @@ TUPLES = frozenset({"split", "split_with_sizes", "chunk", "unbind"})
 
 
 def _wanted(node: Node, index: int) -> str:
+    if node.op == MODULE:
+        return _result_name(node)
     base = {"view": "reshaped", "_to_copy": "cast", "__and__": "both", "scaled_dot_product_attention": "attention",
             "attention_with_dropout": "attention", "batch_norm_over": "normalised", "batch_norm": "normalised",
             "vocab_embedding": "embedding", "slice": "part", "split": "piece", "addmm": "linear",
@@ -182,6 +192,12 @@ def _wanted(node: Node, index: int) -> str:
     if node.op.startswith("aten.addmm"):
         base = "linear"
     return base or node.base.strip("_")
+
+
+def _result_name(node: Node) -> str:
+    """What a module of the user's makes is called after it: 'block.0.router' -> 'router', 'block.0' -> 'block'."""
+    parts = [part for part in str(node.args[0]).partition(":")[0].split(".") if part.isidentifier()]
+    return parts[-1].lower() if parts and parts[-1] != "whole" else "out"
 
 
 def _segment_body(segment: SegmentText, stage: StageText) -> tuple[str, bool, bool]:

@@ -1,6 +1,6 @@
 """Which rule an operator has.
 
-    rule_of(node, values)   its Rule; an operator without one runs whole (unknown_rule)
+    rule_of(node, values)   its Rule; an operator without one runs whole (unknown_rule), or by the notation it carries
     has_rule(op)            whether somebody wrote one
 
 A rule is a function of the node and the tensors it reads; one that does not fit the node at hand gives None.
@@ -9,12 +9,13 @@ A rule is a function of the node and the tensors it reads; one that does not fit
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
-from planner.ir.graph import Node, Value
+from planner.ir.graph import MODULE, Node, Value
 from planner.sharding_rules import contractions, elementwise, losses, reductions, selections, views
 from planner.sharding_rules.collectives import converted
-from planner.sharding_rules.rule import Rule, Special, Strategy, strategies, unknown_rule
+from planner.sharding_rules.rule import Rule, Special, Strategy, parse_rule, strategies, unknown_rule
 
 RuleOf = Callable[[Node, Mapping[str, Value]], Rule | None]
 
@@ -103,6 +104,13 @@ def has_rule(node: Node) -> bool:
 def rule_of(node: Node, values: Mapping[str, Value]) -> Rule:
     base = node.base
     found: Rule | None = None
+    if node.rule:
+        found = parse_rule(node.rule, tuple(values[name] for name in node.operands), node.outputs)
+    if node.op == MODULE:
+        # Its backward may be code of the user's that is not linear in the gradient.
+        return replace(found or unknown_rule(node), partial_gradient=False)
+    if found is not None:
+        return found
     if base in ("max", "min") and len(node.operands) == 2:
         found = elementwise.rule(node, values, base)
     elif base in BY_NAME:

@@ -7,6 +7,7 @@ A rule is written like an einsum, operands before ``->``, results after, commas 
     split       b.. (c r) -> b.. r            ``(c r)``: two letters in one dim, the first is the slower one
     reduction   b h -> b                      a letter missing on the right is summed (contracted)
     broadcast   b 1, b h -> b h               ``1``: a dim of size one has no letter
+    unknown     b _ -> b                      ``_``: a dim of any size that is not cut has none
 
 Cutting one letter on a mesh axis of k devices is a strategy (``strategies``):
 
@@ -153,7 +154,7 @@ def _read(tokens: list[str], shape: tuple[int, ...], sizes: dict[str, int], whol
                     _agree(sizes, letter, size)
             continue
         size = shape[len(dims)]
-        if token == "1":
+        if token in ("1", "_"):
             dims.append(())
         elif token.startswith("("):
             letters = tuple(token[1:-1].split())
