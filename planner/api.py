@@ -315,13 +315,12 @@ def _traced(
     dtype, weights = dtype_to_trace(model, request), None
     if dtype is not None:
         model, weights, example = cast_model(model, dtype), model, cast(example, dtype)
-    stand_ins = on_device_of(model, example)
+    stand_ins, real = on_device_of(model, example), moved_to(model, example)
     if request.loss_fn is not None and example.target is None and takes_target(request.loss_fn):
-        guessed = guess_target(model, stand_ins, request.loss_fn)
+        guessed = guess_target(model, stand_ins, request.loss_fn, real)
         example, stand_ins = replace(example, target=guessed), replace(stand_ins, target=guessed)
     request.say("tracing the model")
     with _without_collection():
-        real = moved_to(model, example)
         return trace(model, stand_ins, request.loss_fn, rows, samplewise, real, weights), example
 
 
@@ -384,14 +383,15 @@ def _verifier(
     example = tuple(chosen.pop(f"example_{part}") for part in ("inputs", "kwargs", "target")) + (
         chosen.pop("global_batch"),
     )
+    samplewise = chosen.pop("samplewise")
     request = check_request(gpus, strategy=strategy, plan=plan, **chosen)
     check_gpus(request.gpus)
-    traced, batch = _traced(model, example, request)
+    traced, batch = _traced(model, example, request, samplewise)
     planned = traced.graph
     quiet, dropped = dropout_off(planned)
     if drawing(quiet) is not None:  # dropout of other kinds cannot be told from other draws in the graph
         with without_dropout() as found:
-            traced, batch = _traced(model, example, request)
+            traced, batch = _traced(model, example, request, samplewise)
         planned, quiet, dropped = traced.graph, traced.graph, (*dropped, *found)
     traced = replace(traced, graph=quiet)
     batch = with_values(batch, invented=example[0] is None and example[1] is None)
@@ -423,7 +423,7 @@ def _verifier(
 _OPTIONS: Mapping[str, Any] = {
     "example_inputs": None, "example_kwargs": None, "example_target": None, "loss_fn": None, "cluster": "auto",
     "global_batch": None, "optimizer": "adamw", "precision": None, "memory_limit": None, "time_limit": None, "seed": 0,
-    "progress": None,
+    "progress": None, "samplewise": (),
 }  # fmt: skip
 
 

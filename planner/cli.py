@@ -87,6 +87,12 @@ def _planning_options(command: Command) -> Command:
         click.option("--memory-limit", type=_Size(), help="Memory of one device to stay within, as 40GB or 24GiB."),
         click.option("--time-limit", type=click.FloatRange(min=0, min_open=True), help="Seconds to search at most."),
         click.option("--seed", type=int, default=0, show_default=True),
+        click.option(
+            "--samplewise",
+            multiple=True,
+            metavar="PATH",
+            help="Modules that cannot be traced but treat each row of the batch alone; '*' for all. Several times.",
+        ),
         click.option("--json", "as_json", is_flag=True, help="Print only JSON on stdout."),
     ]
     for option in reversed(options):

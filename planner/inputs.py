@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from planner.errors import BadInput
+from planner.errors import BadInput, TraceError
 from planner.ir.program import InputSpec, spoken
 from planner.trace import Batch
 from planner.trace_failure import quietly, trace_failure
 from planner.trace_guards import attributes_kept
+from planner.trace_record import real_output
 from runtime.opaque import register_dataclasses
 
 EXAMPLE_ATTRIBUTES = ("example_input_array", "dummy_inputs", "example_inputs")
@@ -249,12 +250,14 @@ def _text(value: Any) -> str:
     return repr(value) if plain else f"a {type(value).__qualname__}"
 
 
-def guess_target(model: torch.nn.Module, batch: Batch, loss_fn: Callable[..., Any]) -> torch.Tensor:
+def guess_target(
+    model: torch.nn.Module, batch: Batch, loss_fn: Callable[..., Any], example: Batch | None = None
+) -> torch.Tensor:
     """A tensor of the shape and dtype ``loss_fn(output, target)`` takes, found by trying, without arithmetic.
 
     Losses over classes (cross_entropy, nll_loss) take class indices; others a tensor like the output (or, where the model
     returns several tensors, like one of them). Raises BadInput asking for example_target when nothing fits, TraceError when
-    the model does not run.
+    the model does not run. ``example``: the batch with its values, for a model that does not run on stand-ins.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.func import functional_call
@@ -273,7 +276,8 @@ def guess_target(model: torch.nn.Module, batch: Batch, loss_fn: Callable[..., An
         try:
             output = functional_call(model, tensors, args, kwargs, tie_weights=False)
         except Exception as error:
-            raise trace_failure(error) from error
+            failure = trace_failure(error)
+            output = pytree.tree_map(fake, _real_output(model, example or batch, failure, error))
         for like in [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)][:MOST_OUTPUTS]:
             for shape, dtype in _candidates(like, _given_to_class_loss(loss_fn, output, like)):
                 try:
@@ -283,6 +287,22 @@ def guess_target(model: torch.nn.Module, batch: Batch, loss_fn: Callable[..., An
                 if isinstance(loss, torch.Tensor) and loss.numel() == 1:
                     return _real(shape, dtype, like.device)
     raise BadInput("cannot tell what target loss_fn takes: pass example_target=, one global batch of it")
+
+
+def _real_output(model: torch.nn.Module, batch: Batch, failure: TraceError, error: Exception) -> Any:
+    """What ``model`` returns on real tensors, where it does not run on stand-ins. Raises TraceError where it cannot."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    tensors = (*model.parameters(), *model.buffers(), *pytree.tree_leaves((batch.args, dict(batch.kwargs))))
+    if any(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in tensors):
+        raise TraceError(str(failure)) from error
+    with _disable_current_modes():
+        try:
+            output = real_output(model, batch.args, batch.kwargs)
+        except Exception:
+            raise TraceError(str(failure)) from error
+    register_dataclasses(output)
+    return output
 
 
 def _slots(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -163,7 +163,8 @@ def trace(
             first = first or error
             path = opaque.blamed(error, model, kept)
             if path is None:
-                raise TraceError(str(error)) from error
+                either = "" if error is first else f"\nIt cannot be kept as one operator either: {error}"
+                raise TraceError(f"{first}{either}") from error
             kept = opaque.with_module(model, kept, path, opaque.reason(error))
             continue
         told = [opaque.note(path, why, opaque.matches(path, alone)) for path, why in kept.items()]

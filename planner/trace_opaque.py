@@ -160,6 +160,7 @@ def read_call(fx_node: torch.fx.Node, argument: Callable[[Any], Argument], uniqu
         "plain": call["plain"],
         "written": tuple(call["written"]),
         "kept": tuple(map(tuple, call["kept"])),
+        "draws": call["draws"],
         "autocast": Symbol(call["autocast"]) if call["autocast"] else None,
     }
     return Node(
@@ -223,6 +224,7 @@ class _StandIn:
             "written": [number for number, _ in call.written],
             "kept": [(path, name) for path, name, _ in call.kept],
             "autocast": _autocast(tensors),
+            "draws": call.draws,
             "rule": self._rule(call) if self.samplewise else "",
         }
         made = iter(torch.ops.meshwright.module(tensors, states, json.dumps(text)))

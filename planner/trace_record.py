@@ -46,7 +46,7 @@ class Call:
 
     ``arguments``: the tree of its arguments as text, ``inputs``: its tensors. ``results``: tensors; TENSOR stands for them
     among ``leaves`` of ``structure``; ``plain``: the other leaves as text. ``written``, ``kept``: as in ModuleSpec of
-    planner.ir.program; ``attributes``: numbers and texts it leaves on itself, by (path, attribute).
+    planner.ir.program; ``attributes``: numbers and texts it leaves on itself, by (path, attribute). ``draws``: random numbers.
     """
 
     arguments: str
@@ -58,6 +58,7 @@ class Call:
     written: tuple[tuple[int, Form], ...]
     kept: tuple[tuple[str, str, Form], ...]
     attributes: Mapping[tuple[str, str], Any]
+    draws: bool
 
 
 Calls = Mapping[str, Sequence[Call]]
@@ -91,26 +92,34 @@ def record(
     Raises Untraceable where a module cannot be one operator, TraceError where the model cannot run, BadInput where a
     module named in ``samplewise`` mixes rows.
     """
-    states = states_of(model)
     copy = _with_own_states(model, {id(t) for path in paths for _, t in states_of(model.get_submodule(path))})
     for name, module in copy.named_modules():
         module.__dict__["_path_in_model"] = name
-    everything = {id(tensor) for _, tensor in states_of(copy)}
+    everything = {id(tensor) for whole in (model, copy) for _, tensor in states_of(whole)}
     calls: dict[str, list[Call]] = {path: [] for path in paths}
     returned: list[tuple[str, torch.Tensor, int]] = []
     for path in paths:
         module = copy.get_submodule(path)
         recorder = _Recorder(path, module, everything, calls[path], returned, path in samplewise)
         module.__dict__["_compiled_call_impl"] = recorder
-    args, kwargs = pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, (args, dict(kwargs)))
-    with torch.random.fork_rng(devices=_devices(states)), torch.enable_grad():
-        copy(*args, **kwargs)
+    _run(copy, args, kwargs)
     for path, tensor, version in returned:
         if tensor._version != version:
             raise TraceError(
                 f"module {path!r} returns one of its arguments, which is written in place afterwards; return a copy"
             )
     return calls
+
+
+def real_output(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What ``model`` returns for real tensors; it stays as it is."""
+    return _run(_with_own_states(model, {id(t) for _, t in states_of(model)}), args, kwargs)
+
+
+def _run(copy: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    args, kwargs = pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, (args, dict(kwargs)))
+    with torch.random.fork_rng(devices=_devices(states_of(copy))), torch.enable_grad():
+        return copy(*args, **kwargs)
 
 
 def _devices(states: Sequence[tuple[tuple[str, ...], torch.Tensor]]) -> list[int]:
@@ -141,10 +150,11 @@ class _Recorder:
         states = [(names, tensor, tensor._version) for names, tensor in states_of(self.module)]
         before = _attributes(self.module)
         apart = pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, (args, kwargs))
+        random = _generators(tensors)
         with _Use(self.strangers) as use:
             output = self.module._call_impl(*args, **kwargs)
         if use.stranger:
-            raise Untraceable("it uses parameters or buffers of another module")
+            raise Untraceable("it uses parameters or buffers that are not its own")
         if any(tensor._version != version for tensor, version in zip(tensors, versions, strict=True)):
             raise Untraceable("it writes into its arguments")
         results, plain, structure = flattened(output)
@@ -165,6 +175,7 @@ class _Recorder:
             tuple(_written(self.module, states)),
             tuple(kept),
             attributes,
+            use.drops or any(map(torch.ne, random, _generators(tensors))),
         )
         if not call.results:
             raise Untraceable("it returns no tensor")
@@ -183,14 +194,33 @@ class _Use(TorchFunctionMode):
 
     def __init__(self, strangers: set[int]) -> None:
         super().__init__()
-        self.strangers, self.stranger = strangers, False
+        self.strangers, self.stranger, self.drops = strangers, False, False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.register_hook:
             raise TraceError(f"a tensor gets a hook, which tracing would drop; take it out of the model{place_here()}")
         given = (item for value in args for item in (value if isinstance(value, tuple | list) else (value,)))
         self.stranger |= any(id(item) in self.strangers for item in given)
+        self.drops |= _drops(function, args, kwargs or {})
         return function(*args, **(kwargs or {}))
+
+
+def _drops(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this is a dropout that drops: those around this mode may have been switched off."""
+    name = getattr(function, "__name__", "")
+    if name == "scaled_dot_product_attention":
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+    if "dropout" not in name:
+        return False
+    p, training = (kwargs.get(word, args[i] if len(args) > i else True) for i, word in ((1, "p"), (2, "training")))
+    return bool(p) and bool(training)
+
+
+def _generators(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The states of the random generators a module called with ``tensors`` may draw from, as far as they can differ."""
+    kinds = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in kinds)]
+    return [(state.long() * torch.arange(1, len(state) + 1)).sum() for state in states]
 
 
 def _attributes(module: torch.nn.Module) -> dict[str, dict[str, Any]]:

@@ -17,7 +17,7 @@ from planner.diagnosis import backward_order, diagnose
 from planner.equality import TOLERANCES, coarsest, largest_entry, loss_error, relative_errors
 from planner.errors import BadInput, Infeasible, InvalidPlan, MeshwrightError, OutOfTime
 from planner.inputs import BatchForm
-from planner.ir.graph import RECURRENT, Graph, Node
+from planner.ir.graph import MODULE, RECURRENT, Graph, Node
 from planner.ir.plan import Plan
 from planner.lower import lower
 from planner.parallel import Parallel

@@ -17,6 +17,7 @@ import dataclasses
 import importlib.machinery
 import io
 import sys
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -62,7 +63,12 @@ def bound(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
             made.__dict__["_flat_weights"] = [made._parameters.get(n) for n in owner.__dict__["_flat_weights_names"]]
         return made
 
-    return copied(module, "")
+    result = copied(module, "")
+    for made in copies.values():  # a method that stands for another, as forward often does, is of the copy
+        for name, value in vars(made).items():
+            if isinstance(value, types.MethodType) and id(value.__self__) in copies:
+                made.__dict__[name] = types.MethodType(value.__func__, copies[id(value.__self__)])
+    return result
 
 
 def flattened(output: Any) -> tuple[list[torch.Tensor], str, Any]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from planner.errors import BadInput, TraceError
+from planner.errors import BadInput
 from planner.interpreter import run_whole
 from planner.ir.graph import RANDOM, RECURRENT
 from planner.segments import cut_into_segments, segment_kinds, segment_label, segment_nodes
@@ -180,21 +180,6 @@ def test_a_loss_that_is_none_is_refused(forward: Callable[..., Any], message: st
     loss = None if message != "loss has shape" else (lambda y: y)
     with pytest.raises(BadInput, match=message):
         traced(Wrapped(forward), torch.randn(2, 4), loss=loss)
-
-
-def test_control_flow_on_values_is_refused_with_its_place() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return self.first(x).sum() if x.sum() > 0 else self.second(x).sum()
-
-    with pytest.raises(TraceError, match="cannot be traced"):
-        traced(Wrapped(forward), torch.randn(2, 4))
-
-
-def test_a_backward_hook_is_refused_by_name() -> None:
-    model = Wrapped(lambda self, x: self.first(x).sum())
-    model.first.register_full_backward_hook(lambda *_: None)
-    with pytest.raises(TraceError, match="'first' has a backward hook"):
-        traced(model, torch.randn(2, 4))
 
 
 RANDOM_CALLS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,21 +82,35 @@ def shorter_buffer(model: Any, x: Tensor) -> Tensor:
     ("between", "words"),
     [
         (lambda model, x: Triple.apply(x), "autograd.Function Triple is code that a plan cannot hold"),
-        (with_hook, "a tensor gets a hook"),
-        (in_inference_mode, "inference_mode is not kept"),
         (detached_in_place, r"detach_\(\) in place is not kept"),
         (by_checkpoint, "pass use_reentrant=False"),
         (clamped_unseen, "written in place under no_grad"),
-        (clamped_weight, "written in place under no_grad"),
     ],
 )
-def test_refused_with_its_place(between: Callable[[Any, Tensor], Tensor], words: str) -> None:
+def test_kept_in_one_operator_with_the_reason(between: Callable[[Any, Tensor], Tensor], words: str) -> None:
     apply = torch.autograd.Function.apply
-    with pytest.raises(TraceError, match=words) as caught:
-        traced(between)
-    assert f"{Path(__file__).name}:" in str(caught.value)
+    graph = traced(between).graph
+    assert [node.op for node in graph.nodes] == ["module"]
+    (note,) = graph.notes
+    assert re.search(words, note) and f"{Path(__file__).name}:" in note and "the whole model" in note
     assert torch.autograd.Function.apply == apply
     assert Triple.apply(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("between", "words"),
+    [
+        (with_hook, "a tensor gets a hook"),
+        (in_inference_mode, "inference_mode is not kept"),
+        (clamped_weight, r"writes into its parameter 'last.weight'"),
+    ],
+)
+def test_refused_where_it_cannot_be_right(between: Callable[[Any, Tensor], Tensor], words: str) -> None:
+    model = Model(between)
+    before = model.last.weight.detach().clone()
+    with pytest.raises(TraceError, match=words):
+        trace(model, Batch((torch.randn(8, 4),), {}))
+    assert torch.equal(model.last.weight, before)
 
 
 def test_a_buffer_that_changes_its_shape() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 
@@ -257,7 +258,7 @@ def _tree_text(tree: Argument, name: Name) -> str:
         return argument_text(tree, name)
     kind, *items = tree
     if kind == "dict":
-        return "{" + ", ".join(f"{key!r}: {_tree_text(item, name)}" for key, item in items) + "}"
+        return "{" + ", ".join(f"{json.dumps(key)}: {_tree_text(item, name)}" for key, item in items) + "}"
     inside = ", ".join(_tree_text(item, name) for item in items)
     return f"[{inside}]" if kind == "list" else f"({inside},)" if len(items) == 1 else f"({inside})"
 

@@ -172,7 +172,7 @@ class _Lowering:
         for node in self.chain[number]:
             if node.op == MODULE:
                 path = str(node.args[0])
-                base = "whole" if path == label else path.removeprefix(label + ".")
+                base = "itself" if path == label else path.removeprefix(label + ".")
                 name = next(n for i in count(1) if (n := base if i == 1 else f"{base}:{i}") not in specs)
                 options = dict(node.kwargs)
                 results = tuple(TensorSpec(v.name, v.shape, v.dtype, v.differentiable) for v in node.outputs)

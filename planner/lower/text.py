@@ -197,7 +197,7 @@ def _wanted(node: Node, index: int) -> str:
 def _result_name(node: Node) -> str:
     """What a module of the user's makes is called after it: 'block.0.router' -> 'router', 'block.0' -> 'block'."""
     parts = [part for part in str(node.args[0]).partition(":")[0].split(".") if part.isidentifier()]
-    return parts[-1].lower() if parts and parts[-1] != "whole" else "out"
+    return parts[-1].lower() if parts and parts[-1] != "itself" else "out"
 
 
 def _segment_body(segment: SegmentText, stage: StageText) -> tuple[str, bool, bool]:
