@@ -143,7 +143,7 @@ def trace(
     alone = opaque.check_samplewise(model, samplewise)
     arguments = pytree.tree_map(_stand_in, (batch.args, dict(batch.kwargs), batch.target))
     size = global_batch or batch_size(arguments)
-    kept = opaque.outermost(opaque.hooked_modules(model))
+    kept = opaque.known_from_the_start(model)
     first: Untraceable | None = None
     for _ in range(MOST_TRACES):
         notes: list[str] = []

@@ -1,6 +1,6 @@
 """Modules that cannot be traced, each kept as one operator that calls it.
 
-    hooked_modules(model)             those with hooks that run in backward, from the start
+    known_from_the_start(model)       those with hooks that run in backward
     blamed(error, model, opaque)      the innermost module that was being called when a trace failed
     standing_in(model, calls, ...)    during a trace a call of one of them is one operator, meshwright::module
     read_call(fx_node, ...)           that operator as a Node
@@ -42,13 +42,16 @@ def _results(inputs: list[torch.Tensor], states: list[torch.Tensor], call: str) 
 # --- which modules ----------------------------------------------------------------------------------------------------
 
 
-def hooked_modules(model: torch.nn.Module) -> dict[str, str]:
-    """Path -> why it cannot be traced, of the modules with hooks that run in backward."""
-    return {
-        name: "it has a backward hook"
-        for name, module in model.named_modules()
-        if module._backward_hooks or getattr(module, "_backward_pre_hooks", None)
-    }
+def known_from_the_start(model: torch.nn.Module) -> dict[str, str]:
+    """Path -> why it cannot be traced, of modules with hooks that run in backward and of BatchNorms that count steps."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if module._backward_hooks or getattr(module, "_backward_pre_hooks", None):
+            found[name] = "it has a backward hook"
+        elif isinstance(module, torch.nn.modules.batchnorm._NormBase) and module.momentum is None:
+            if module.training and module.track_running_stats:
+                found[name] = "it averages its statistics over all steps (momentum=None), by a counter that is a tensor"
+    return outermost(found)
 
 
 def with_module(model: torch.nn.Module, opaque: Mapping[str, str], path: str, why: str) -> dict[str, str]:

@@ -182,8 +182,11 @@ def test_a_hook_registered_in_forward_is_there_once() -> None:
     assert torch.equal(model(x), 2 * nn.functional.linear(x, model.first.weight, model.first.bias).mean())
 
 
-def test_a_batch_norm_over_all_steps_is_refused_by_name() -> None:
+def test_a_batch_norm_over_all_steps_runs_as_it_is() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None))
-    with pytest.raises(TraceError, match="module '1' averages its statistics over all steps"):
-        trace(model, Batch((torch.randn(8, 4),), {}), lambda y: y.sum())
-    trace(model.eval(), Batch((torch.randn(8, 4),), {}), lambda y: y.sum())
+    graph = trace(model, Batch((torch.randn(8, 4),), {}), lambda y: y.sum()).graph
+    assert {graph.leaf_by_name[buffer].target for buffer, _ in graph.writes} == {
+        "1.running_mean", "1.running_var", "1.num_batches_tracked",
+    }  # fmt: skip
+    assert "1 runs as one operator" in graph.notes[0] and "averages its statistics over all steps" in graph.notes[0]
+    assert not trace(model.eval(), Batch((torch.randn(8, 4),), {}), lambda y: y.sum()).graph.notes
