@@ -147,7 +147,7 @@ class _Recorder:
         arguments = json.dumps([tree(args, tensors), tree(kwargs, tensors)])
         inputs = tuple(Form.of(tensor) for tensor in tensors)
         versions = [tensor._version for tensor in tensors]
-        states = [(names, tensor, tensor._version) for names, tensor in states_of(self.module)]
+        states = _before(self.module)
         before = _attributes(self.module)
         apart = pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, (args, kwargs))
         random = _generators(tensors)
@@ -182,7 +182,7 @@ class _Recorder:
         call = _tried(self.module, call, apart)
         if self.samplewise:
             _check_rows(self.path, self.module, call, apart)
-        memory = {tensor.untyped_storage().data_ptr() for tensor in (*tensors, *(t for _, t, _ in states))}
+        memory = {tensor.untyped_storage().data_ptr() for tensor in (*tensors, *(state.tensor for state in states))}
         shared = [tensor for tensor in results if tensor.untyped_storage().data_ptr() in memory]
         self.returned.extend((self.path, tensor, tensor._version) for tensor in shared)
         self.calls.append(call)
@@ -262,10 +262,26 @@ def _left_behind(
     return kept, plain
 
 
-def _written(
-    module: torch.nn.Module, states: Sequence[tuple[tuple[str, ...], torch.Tensor, int]]
-) -> Iterator[tuple[int, Form]]:
-    for number, (names, tensor, version) in enumerate(states):
+@dataclass(frozen=True)
+class _State:
+    """A parameter or buffer before a call. ``values`` of buffers: some operators write without being seen to."""
+
+    names: tuple[str, ...]
+    tensor: torch.Tensor
+    version: int
+    values: torch.Tensor | None
+
+
+def _before(module: torch.nn.Module) -> list[_State]:
+    return [
+        _State(names, x, x._version, None if isinstance(x, torch.nn.Parameter) else x.detach().clone())
+        for names, x in states_of(module)
+    ]
+
+
+def _written(module: torch.nn.Module, states: Sequence[_State]) -> Iterator[tuple[int, Form]]:
+    for number, state in enumerate(states):
+        names, tensor, version = state.names, state.tensor, state.version
         path, _, name = names[0].rpartition(".")
         owner = module.get_submodule(path)
         if name in owner._parameters:
@@ -279,7 +295,8 @@ def _written(
                 f"forward turns buffer {names[0]!r} from {tensor.dtype} {list(tensor.shape)} into {now}; keep its shape and "
                 "dtype"
             )
-        if new is not tensor or tensor._version != version:
+        assert state.values is not None
+        if new is not tensor or tensor._version != version or not torch.equal(new, state.values):
             yield number, Form(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
@@ -294,11 +311,11 @@ def _with_own_states(module: torch.nn.Module, parameters: set[int]) -> torch.nn.
     return bound(module, own)
 
 
-def _alone(module: torch.nn.Module) -> tuple[torch.nn.Module, list[tuple[tuple[str, ...], torch.Tensor, int]]]:
+def _alone(module: torch.nn.Module) -> tuple[torch.nn.Module, list[_State]]:
     """A copy of ``module`` with buffers of its own that is not watched, and its states."""
     copy = _with_own_states(module, set())
     copy.__dict__.pop("_compiled_call_impl", None)
-    return copy, [(names, tensor, tensor._version) for names, tensor in states_of(copy)]
+    return copy, _before(copy)
 
 
 def _negated(x: torch.Tensor) -> torch.Tensor:

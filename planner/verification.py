@@ -35,7 +35,6 @@ from runtime.launch import LocalRanks
 
 # Of plain gradient descent: the largest entry of all gradients moves a weight by this share of the largest weight.
 LARGEST_MOVE = 1e-2
-MODULE = "module"  # a module of the user's that runs as one operator
 LOCATED = ("tracing", "sharding")
 REFUSALS = (BadInput, InvalidPlan, Infeasible, OutOfTime)
 
