@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from costmodels.hardware import Cluster
+from planner.discover import with_discovered_rules
 from planner.errors import BadInput, MeshwrightError
 from planner.inputs import (
     BatchForm,
@@ -321,7 +322,8 @@ def _traced(
         example, stand_ins = replace(example, target=guessed), replace(stand_ins, target=guessed)
     request.say("tracing the model")
     with _without_collection():
-        return trace(model, stand_ins, request.loss_fn, rows, samplewise, real, weights), example
+        traced = trace(model, stand_ins, request.loss_fn, rows, samplewise, real, weights)
+        return replace(traced, graph=with_discovered_rules(traced.graph)), example
 
 
 @contextmanager
