@@ -43,7 +43,7 @@ from planner.options import Progress, Request, cast_model, check_gpus, check_req
 from planner.parallel import OptimizerFactory, Parallel
 from planner.report.comparison import ComparisonRow
 from planner.report.verification import Verification
-from planner.single_device import without_dropout
+from planner.single_device import dropout_modules_off, without_dropout
 from planner.solve.configuration import Evaluator, Problem
 from planner.solve.search import search
 from planner.strategies import NAMED, plan_by_hand
@@ -392,9 +392,9 @@ def _verifier(
     planned = traced.graph
     quiet, dropped = dropout_off(planned)
     if drawing(quiet) is not None:  # dropout of other kinds cannot be told from other draws in the graph
-        with without_dropout() as found:
+        with without_dropout(), dropout_modules_off(model):
             traced, batch = _traced(model, example, request, samplewise)
-        planned, quiet, dropped = traced.graph, traced.graph, (*dropped, *found)
+        planned, quiet, dropped = traced.graph, traced.graph, (*dropped, "dropout")
     traced = replace(traced, graph=quiet)
     batch = with_values(batch, invented=example[0] is None and example[1] is None)
     case = Case(type(model).__name__, model, traced, batch, request.loss_fn, dtype_to_trace(model, request), dropped)

@@ -31,7 +31,7 @@ from planner.interpreter import (
     widened,
     widened_tensor,
 )
-from planner.ir.graph import Graph, Node
+from planner.ir.graph import MODULE, Graph, Node
 from planner.ir.layout import Pair, Placement, R
 from planner.ir.mesh import MICRO
 from planner.ir.plan import Plan
@@ -52,16 +52,20 @@ def diagnose(
     reference: SingleDevice,
     differing: tuple[str, str],
     tolerance: float,
+    model: torch.nn.Module | None = None,
 ) -> Cause:
-    """``graph``: as traced. ``tensors``: of its leaves, by name. ``differing``: kind and name of the first tensor off."""
+    """``graph``: as traced. ``tensors``: of its leaves, by name. ``differing``: kind and name of the first tensor off.
+
+    ``model``: whose modules run as they are, where the graph has such; then nothing is replayed in another dtype.
+    """
     try:
-        traced = _against_model(graph, tensors, reference, tolerance)
+        traced = _against_model(graph, tensors, reference, tolerance, model)
     except Exception as error:
         return _not_replayed(graph, differing, f"the traced graph cannot be run in this process: {_first_line(error)}")
     if traced is not None:
         return traced
     try:
-        with_plan = _against_whole(graph, plan, tensors)
+        with_plan = _against_whole(graph, plan, tensors, tolerance, model)
     except Exception as error:
         return _not_replayed(
             graph, differing, f"the plan's graphs cannot be replayed in this process: {_first_line(error)}"
@@ -73,9 +77,13 @@ def diagnose(
 
 
 def _against_model(
-    graph: Graph, tensors: Mapping[str, Tensor], reference: SingleDevice, tolerance: float
+    graph: Graph,
+    tensors: Mapping[str, Tensor],
+    reference: SingleDevice,
+    tolerance: float,
+    model: torch.nn.Module | None,
 ) -> Cause | None:
-    result = run_whole(graph, tensors)
+    result = run_whole(graph, tensors, model)
     names = {leaf.name: leaf.target for leaf in graph.leaves}
     error = loss_error(float(result.loss), reference.losses[0])
     if error > tolerance:
@@ -148,19 +156,27 @@ def layers(graph: Graph, plan: Plan) -> Layers:
     return Layers(whole, local, tuple(axes), pairs)
 
 
-def _against_whole(graph: Graph, plan: Plan, tensors: Mapping[str, Tensor]) -> Cause | None:
-    found = layers(widened(graph), plan)
+def _against_whole(
+    graph: Graph,
+    plan: Plan,
+    tensors: Mapping[str, Tensor],
+    tolerance: float,
+    model: torch.nn.Module | None,
+) -> Cause | None:
+    wide = dict(tensors)
+    if not any(node.op == MODULE for node in graph.nodes):
+        graph, tolerance = widened(graph), TOLERANCES["float64"]
+        wide = {name: widened_tensor(tensor) for name, tensor in tensors.items()}
+    found = layers(graph, plan)
     if not found.axes:
         return None
-    wide = {name: widened_tensor(tensor) for name, tensor in tensors.items()}
-    reference = run_whole(found.whole, wide)
+    reference = run_whole(found.whole, wide, model)
     values: dict[str, list[Tensor]] = {}
     failure = ""
     try:
-        run_sharded(found.local, found.axes, wide, values)
+        run_sharded(found.local, found.axes, wide, values, model)
     except Exception as error:
         failure = _first_line(error)
-    tolerance = TOLERANCES["float64"]
     off = first_difference(found.whole, values, reference.values, found.axes, found.pairs, tolerance)
     if off is not None:
         return _sharding(found, off)

@@ -24,10 +24,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from planner.ir.graph import Argument, Graph, Node, Ref, Symbol, Value
+from planner.ir.graph import MODULE, Argument, Graph, Node, Ref, Symbol, Value
 from planner.ir.layout import Pair, Placement, R
+from planner.ir.program import ModuleSpec, TensorSpec
+from runtime.opaque import OpaqueModule
 
 
 class NotReplicated(AssertionError):
@@ -181,8 +183,10 @@ OWN: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def _call(node: Node, tensor: Callable[[str], Tensor]) -> tuple[Tensor, ...]:
+def _call(node: Node, tensor: Callable[[str], Tensor], model: nn.Module | None) -> tuple[Tensor, ...]:
     """The results of a node that needs no other rank."""
+    if node.op == MODULE and model is not None:
+        return _own_module(node, tensor, model)
     arguments = [_resolve(a, tensor) for a in node.args]
     options = {key: _resolve(value, tensor) for key, value in node.kwargs if key != "axes"}
     function = OWN.get(node.op)
@@ -193,6 +197,27 @@ def _call(node: Node, tensor: Callable[[str], Tensor]) -> tuple[Tensor, ...]:
         function = getattr(getattr(getattr(torch.ops, packet), name), overload)
     results = function(*arguments, **options)
     return tuple(results) if isinstance(results, tuple | list) else (results,)
+
+
+def _own_module(node: Node, tensor: Callable[[str], Tensor], model: nn.Module) -> tuple[Tensor, ...]:
+    """A module of the user's that runs as it is, as a function of its states."""
+
+    def tree(argument: Argument) -> Any:
+        if not isinstance(argument, tuple):
+            return _resolve(argument, tensor)
+        kind, *items = argument
+        if kind == "dict":
+            return {key: tree(item) for key, item in items}
+        return [tree(item) for item in items] if kind == "list" else tuple(tree(item) for item in items)
+
+    path, args, kwargs, states = node.args
+    options = dict(node.kwargs)
+    results = tuple(TensorSpec(v.name, v.shape, v.dtype, v.differentiable) for v in node.outputs)
+    plain, written, kept = options.get("plain", ""), options.get("written", ()), options.get("kept", ())
+    module = OpaqueModule(ModuleSpec(path, path, 0, results, plain, written, kept), model.get_submodule(path))
+    autocast = _resolve(options["autocast"], tensor) if "autocast" in options else None
+    found = module([tensor(state.name) for state in states], tree(args), tree(kwargs), autocast)
+    return found if isinstance(found, tuple) else (found,)
 
 
 def _vocab_embedding(node: Node, ranks: Sequence[Callable[[str], Tensor]]) -> list[tuple[Tensor, ...]]:
@@ -254,11 +279,14 @@ def _leaf(tensor: Tensor, trainable: bool) -> Tensor:
     return tensor.detach().clone().requires_grad_(trainable)
 
 
-def run_whole(graph: Graph, tensors: Mapping[str, Tensor]) -> Result:
-    """``tensors``: of each leaf, by name. Intermediate values keep their gradients (``values[name].grad``)."""
+def run_whole(graph: Graph, tensors: Mapping[str, Tensor], model: nn.Module | None = None) -> Result:
+    """``tensors``: of each leaf, by name. Intermediate values keep their gradients (``values[name].grad``).
+
+    ``model``: whose modules run as they are, where the graph has such.
+    """
     values = {leaf.name: _leaf(tensors[leaf.name], leaf.trainable) for leaf in graph.leaves}
     for node in graph.nodes:
-        for value, result in zip(node.outputs, _call(node, values.__getitem__), strict=True):
+        for value, result in zip(node.outputs, _call(node, values.__getitem__, model), strict=True):
             assert tuple(result.shape) == value.shape, f"{node} gives {list(result.shape)}"
             if result.requires_grad:
                 result = result.view_as(result)  # an identity would be the same tensor as its operand
@@ -313,6 +341,7 @@ def run_sharded(
     axes: Sequence[AxisOf],
     tensors: Mapping[str, Tensor],
     values: dict[str, list[Tensor]] | None = None,
+    model: nn.Module | None = None,
 ) -> Result:
     """``graph``: what one rank runs, sharded over ``axes`` one after the other. ``tensors``: whole leaves, by name.
 
@@ -327,7 +356,7 @@ def run_sharded(
         assert tuple(parts[0].shape) == leaf.value.shape, f"{leaf} is stored as {list(parts[0].shape)}"
         values[leaf.name] = [_leaf(part, leaf.trainable) for part in parts]
     for node in graph.nodes:
-        for value, results in zip(node.outputs, _run_node(node, world, values), strict=True):
+        for value, results in zip(node.outputs, _run_node(node, world, values, model), strict=True):
             for result in results:
                 assert tuple(result.shape) == value.shape, f"{node} gives {list(result.shape)} on a rank"
             if value.differentiable and results[0].requires_grad:
@@ -360,7 +389,9 @@ def _of_rank(values: Mapping[str, list[Tensor]], rank: int) -> Callable[[str], T
     return lambda name: values[name][rank]
 
 
-def _run_node(node: Node, world: World, values: Mapping[str, list[Tensor]]) -> list[list[Tensor]]:
+def _run_node(
+    node: Node, world: World, values: Mapping[str, list[Tensor]], model: nn.Module | None
+) -> list[list[Tensor]]:
     """For each result of ``node``, the local tensors of all ranks."""
     by_rank: list[tuple[Tensor, ...]] = [()] * world.size
     if node.op == "convert":
@@ -380,7 +411,7 @@ def _run_node(node: Node, world: World, values: Mapping[str, list[Tensor]]) -> l
             for rank, results in zip(group, JOINT[node.op](node, ranks), strict=True):
                 by_rank[rank] = results
     else:
-        by_rank = [_call(node, _of_rank(values, rank)) for rank in range(world.size)]
+        by_rank = [_call(node, _of_rank(values, rank), model) for rank in range(world.size)]
     return [list(results) for results in zip(*by_rank, strict=True)]
 
 

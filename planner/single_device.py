@@ -150,6 +150,10 @@ class _WithoutDropout(TorchFunctionMode):
             args = (*args[:place], 0.0, *args[place + 1 :])
         else:
             kwargs[keyword] = 0.0
+        if keyword == "p" and len(args) > place + 1:  # not training: or it would draw numbers and use none
+            args = (*args[: place + 1], False, *args[place + 2 :])
+        elif keyword == "p":
+            kwargs["train" if "train" in kwargs else "training"] = False
         return function(*args, **kwargs)
 
     @staticmethod

@@ -131,7 +131,9 @@ class Verifier:
 
     def _cause(self, plan: Plan, kind: str, name: str) -> Cause:
         graph = self.case.traced.graph
-        return diagnose(graph, plan, self._leaves(), self.reference, (kind, name), self.tolerance)
+        model = copy_of(self.case.model, self.case.dtype) if self._has_modules else None
+        with without_dropout():
+            return diagnose(graph, plan, self._leaves(), self.reference, (kind, name), self.tolerance, model)
 
     @property
     def _has_modules(self) -> bool:

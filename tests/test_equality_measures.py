@@ -136,9 +136,11 @@ def test_no_dropout_of_any_kind_drops(name: str) -> None:
     torch.manual_seed(0)
     model, x = DROPPING[name], torch.randn(2, 3, 4)
     assert not torch.equal(model.train()(x), model(x))
+    state = torch.random.get_rng_state()
     with without_dropout() as found:
         first = model(x)
         assert found
+        assert torch.equal(torch.random.get_rng_state(), state)
         assert torch.equal(first, model(x))
     assert torch.allclose(first, model.eval()(x), atol=1e-6)
     with without_dropout() as found:

@@ -218,6 +218,31 @@ class Soft(nn.Module):
         return self.values(self.soft(self.scores(x)))
 
 
+class Guarded(nn.Module):
+    """What it runs depends on the values: it cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.layer(x)) if x.isfinite().all() else x
+
+
+def test_modules_that_run_as_they_are_are_replayed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Guarded(), nn.Linear(8, 4))
+    options = {"loss_fn": lambda y: y.square().mean(), "cluster": CLUSTER, "example_inputs": (torch.randn(8, 8),)}
+    equal = planner.verify(model, 2, strategy="ddp", **options)
+    assert equal.equal and model[1].drop.p == 0.5, equal
+    assert any("dropout was switched off" in note for note in equal.notes)
+    wrong(monkeypatch, "mean", mean=False)
+    found = planner.verify(model, 2, strategy="ddp", samplewise=True, **options)
+    assert found.cause is not None
+    assert (found.cause.where, found.cause.operators) == ("sharding", ("mean in the model",))
+
+
 def test_a_letter_that_must_stay_whole_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong(monkeypatch, "softmax", whole=frozenset())
     torch.manual_seed(0)
