@@ -35,6 +35,8 @@ from runtime.launch import LocalRanks
 
 # Of plain gradient descent: the largest entry of all gradients moves a weight by this share of the largest weight.
 LARGEST_MOVE = 1e-2
+# AdamW divides a gradient by its own size: where it is zero but for rounding, its default eps of 1e-8 would blow that up.
+ADAM_EPS = 1e-4
 LOCATED = ("tracing", "sharding")
 REFUSALS = (BadInput, InvalidPlan, Infeasible, OutOfTime)
 
@@ -57,7 +59,7 @@ class Verifier:
 
     ``tolerance``: None for that of the least precise dtype (planner.equality). ``train_with``: the optimizer; None for
     AdamW in float64, else gradient descent with momentum, because AdamW divides a gradient by its own size, so that an
-    entry that is zero but for rounding moves its weight by a whole step in a random direction.
+    entry that is zero but for rounding moves its weight by a whole step in a random direction (in float64: see ADAM_EPS).
     """
 
     def __init__(
@@ -180,7 +182,7 @@ class Verifier:
         if given is not None:
             return given, type(given([torch.nn.Parameter(torch.zeros(1))])).__name__
         if self.dtype == "float64":
-            return (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)), "AdamW"
+            return (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=ADAM_EPS)), "AdamW"
         probe = self._on_one_device(lambda parameters: torch.optim.SGD(parameters, lr=0.0), 1)
         weights = max((largest_entry(p) for p in probe.parameters.values() if p is not None), default=1.0)
         gradients = max((largest_entry(g) for g in probe.gradients.values() if g is not None), default=1.0)
