@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import planner
 from planner import discover
 from planner.discover import discover_rule, with_discovered_rules
 from planner.ir.graph import Node, Ref, Value
@@ -174,3 +175,17 @@ def test_a_custom_operator_gets_a_rule_that_is_told_and_kept(tmp_path: Path, mon
     file.write_text(file.read_text().replace("b t, t -> b t", "t b, t -> b t"))  # no longer true: found again
     with pytest.raises(AssertionError, match="it is known"):
         with_discovered_rules(graph, tmp_path)
+
+
+def test_the_text_calls_it_by_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = planner.auto_parallelize(
+        Swish(),
+        gpus=2,
+        strategy="dp2",
+        example_inputs=(torch.randn(8, 6),),
+        loss_fn=F.cross_entropy,
+        cluster="dgx-h100",
+    )
+    assert "swish = torch.ops.meshwright_tests.swish.default(x, self.scale)" in made.source()
+    assert "rule found by execution for meshwright_tests.swish: b t, t -> b t" in made.plan.notes

@@ -56,7 +56,7 @@ def expression(node: Node, name: Name, site: str = "") -> str:
     if node.op in OWN:
         return OWN[node.op](node, name, site)
     if node.is_random:
-        return _seeded(node, node.op, site, _call(node, name, skip=frozenset({"axes"})))
+        return _seeded(node, _operator(node), site, _call(node, name, skip=frozenset({"axes"})))
     args = node.args
     kwargs = dict(node.kwargs)
     if base in INFIX and len(args) == 2 and not kwargs:
@@ -91,7 +91,13 @@ def expression(node: Node, name: Name, site: str = "") -> str:
         return f"{name(args[0].name)}.{_METHOD_NAMES.get(base, base)}({rest})"
     if base in FUNCTIONS:
         return _function(node, base, name)
-    return f"{node.op}({_call(node, name)})"
+    return f"{_operator(node)}({_call(node, name)})"
+
+
+def _operator(node: Node) -> str:
+    """The operator as the text calls it; those of other libraries by torch.ops."""
+    is_ours = node.op.startswith("aten.") or "." not in node.op
+    return node.op if is_ours else f"torch.ops.{node.op}"
 
 
 _METHOD_NAMES = {"split_with_sizes": "split"}

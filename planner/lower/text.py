@@ -191,7 +191,7 @@ def _wanted(node: Node, index: int) -> str:
         base = ("new_mean", "new_var")[index - 1]
     if node.op.startswith("aten.addmm"):
         base = "linear"
-    return base or node.base.strip("_")
+    return base or node.base.rpartition(".")[2].strip("_")
 
 
 def _result_name(node: Node) -> str:
