@@ -14,7 +14,7 @@ from itertools import count
 
 from planner.batch import split_batch
 from planner.costing import crossing
-from planner.errors import InvalidPlan
+from planner.errors import BadInput, InvalidPlan
 from planner.ir.graph import MODULE, Graph, Leaf, Node
 from planner.ir.layout import REPLICATED, WHOLE, Pair
 from planner.ir.mesh import MICRO
@@ -36,6 +36,7 @@ def lower(graph: Graph, plan: Plan) -> Program:
             "the plan is for another model, batch shape or loss than this one (their graphs differ). "
             "Make a plan for this model with 'planner plan'."
         )
+    _refuse_foreign(graph)
     mesh = plan.mesh
     split = split_batch(cut_into_segments(graph), mesh.dp, plan.micro_batches)
     check_on_dp(split.graph, plan.layouts, split.dp, mesh.dp)
@@ -56,6 +57,16 @@ def lower(graph: Graph, plan: Plan) -> Program:
         loss_is_partial_on_tp=sharded.loss.value.kind == "P" and mesh.tp > 1,
         seed=plan.seed,
     )
+
+
+def _refuse_foreign(graph: Graph) -> None:
+    """Raises BadInput naming the first operator that a library other than torch has registered."""
+    for node in graph.nodes:
+        if node.op.count(".") == 2 and not node.op.startswith("aten."):
+            raise BadInput(
+                f"operator {node.op} in {node.module or 'the model'} is registered by a library, which the ranks do not "
+                "load; write it with torch's own operators"
+            )
 
 
 @dataclass(frozen=True)
