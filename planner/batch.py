@@ -5,6 +5,10 @@ that matches it without communication, else the one with the fewest collectives.
 run afterwards, in reverse: on the cut their consumers ask for, else whole with partial gradients (RP), so that a
 parameter's gradient is a partial sum everywhere and is reduced once, at the parameter.
 
+A batch of B rows is dealt as evenly as can be, over the dp ranks and then over a rank's micro-batches (mesh.deal), so the
+pieces differ by one row at most. A cut into unequal shares is the cut into B equal units of which each share has its
+number: every operator runs the same strategy on all of them, and only sizes differ between the pieces.
+
 Micro-batches follow one another in time, so nothing can be exchanged between them except sums known before the loop:
 gradient-free counts (the number of tokens). Anything else couples the batch and is refused by name.
 """
@@ -12,65 +16,139 @@ gradient-free counts (the number of tokens). Anything else couples the batch and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.errors import BadInput
 from planner.ir.graph import MODULE, Graph, Node
 from planner.ir.layout import COMMUNICATING, REPLICATED, Pair, conversion, shard
-from planner.ir.mesh import MICRO
+from planner.ir.mesh import MICRO, deal, in_lowest_terms
 from planner.segments import main_nodes
-from planner.shard import Sharded, target_pair
+from planner.shard import Sharded, is_shared, target_pair
 from planner.shard import shard as shard_graph
 from planner.sharding_rules import Strategy, rule_of, strategies
 from planner.sharding_rules.cuts import find_cuts
 
 
 @dataclass(frozen=True)
+class Piece:
+    """``graph``: one micro-batch of ``rows`` rows on a dp rank whose micro-batches have ``rank_rows`` together."""
+
+    rank_rows: int
+    rows: int
+    graph: Graph
+
+
+@dataclass(frozen=True)
 class BatchSplit:
-    """``graph``: one micro-batch on one dp rank. ``dp``: the strategy each operator runs on the dp axis.
+    """``pieces``: one of each kind there is, the largest first. ``dp``: the strategy each operator runs on the dp axis.
 
     ``loss_is_partial``: the loss is a share of the global one (sum over dp ranks and micro-batches).
     """
 
-    graph: Graph
+    pieces: tuple[Piece, ...]
     dp: Mapping[str, Strategy]
     loss_is_partial_on_dp: bool
     loss_is_partial_on_micro: bool
 
+    @property
+    def graph(self) -> Graph:
+        """Of the largest piece."""
+        return self.pieces[0].graph
+
 
 def split_batch(graph: Graph, dp: int, micro_batches: int) -> BatchSplit:
-    """One dp rank's micro-batch of ``graph``.
+    """One dp rank's micro-batch of ``graph``, for every size of micro-batch there is.
 
-    Raises BadInput when the batch does not divide, or when micro-batches would have to communicate (the operator is named).
+    Raises BadInput when there are fewer rows than pieces, or when micro-batches would have to communicate (the operator is
+    named).
     """
-    if graph.batch_size % (dp * micro_batches):
+    check_count(graph.batch_size, dp, micro_batches)
+    while True:
+        try:
+            return _split(graph, dp, micro_batches)
+        except _Coupled as error:
+            graph = _without_false_batches(graph, error, micro_batches)
+
+
+def check_count(rows: int, dp: int, micro_batches: int) -> None:
+    """Raise BadInput, naming what works, when ``rows`` rows are too few for ``dp`` shards of ``micro_batches`` each."""
+    if rows < dp * micro_batches:
+        most = rows // dp
+        remedy = f"use at least {dp * micro_batches} rows"
+        if most:
+            remedy += f", or at most {most} micro-batch{'es' if most > 1 else ''} (mb={most})"
         raise BadInput(
-            f"a batch of {graph.batch_size} cannot be cut into {dp} data-parallel shards of {micro_batches} micro-batches; "
-            f"the batch must be divisible by {dp * micro_batches}"
+            f"a batch of {rows} cannot be cut into {dp} data-parallel shards (dp) of {micro_batches} micro-batches (mb); {remedy}"
         )
+
+
+def _split(graph: Graph, dp: int, micro_batches: int) -> BatchSplit:
+    shares = deal(graph.batch_size, dp)
     over_dp: Mapping[str, Strategy] = {}
     dp_partial = micro_partial = False
+    ranks = {graph.batch_size: graph}
     if dp > 1:
-        over_dp = batch_strategies(graph, dp, time=False)
-        done = _shard(graph, "dp", dp, over_dp)
-        graph, dp_partial = done.graph, done.loss.value.kind == "P"
-    if micro_batches > 1:
-        if graph.writes:
-            buffer = graph.leaf_by_name[graph.writes[0][0]]
-            raise BadInput(
-                f"buffer {buffer.target!r} is written in every forward pass, so the batch cannot be cut into "
-                f"micro-batches without changing the result; use 1 micro-batch (mb=1), or a model without it "
-                "(for BatchNorm: GroupNorm or LayerNorm)"
-            )
-        over_time = batch_strategies(graph, micro_batches, time=True)
-        done = _shard(graph, MICRO, micro_batches, over_time)
-        _check_time(done.graph)
-        graph, micro_partial = done.graph, done.loss.value.kind == "P"
-    return BatchSplit(graph, over_dp, dp_partial, micro_partial)
+        over_dp = batch_strategies(graph, sum(in_lowest_terms(shares)), time=False)
+        done = {rows: _shard(graph, "dp", shares, rows, over_dp) for rows in dict.fromkeys(shares)}
+        ranks = {rows: each.graph for rows, each in done.items()}
+        dp_partial = done[shares[0]].loss.value.kind == "P"
+    if micro_batches == 1:
+        pieces = tuple(Piece(rows, rows, local) for rows, local in ranks.items())
+        return BatchSplit(pieces, over_dp, dp_partial, micro_partial)
+    if graph.writes:
+        buffer = graph.leaf_by_name[graph.writes[0][0]]
+        raise BadInput(
+            f"buffer {buffer.target!r} is written in every forward pass, so the batch cannot be cut into "
+            f"micro-batches without changing the result; use 1 micro-batch (mb=1), or a model without it "
+            "(for BatchNorm: GroupNorm or LayerNorm)"
+        )
+    found = []
+    for rank_rows, local in ranks.items():
+        parts = deal(rank_rows, micro_batches)
+        over_time = batch_strategies(local, sum(in_lowest_terms(parts)), time=True)
+        for rows in dict.fromkeys(parts):
+            one = _shard(local, MICRO, parts, rows, over_time)
+            _check_time(one.graph)
+            micro_partial = one.loss.value.kind == "P"
+            found.append(Piece(rank_rows, rows, one.graph))
+    return BatchSplit(tuple(found), over_dp, dp_partial, micro_partial)
 
 
-def _shard(graph: Graph, axis: str, k: int, chosen: Mapping[str, Strategy]) -> Sharded:
-    return shard_graph(graph, axis, k, chosen, {leaf.name: leaf_pair(graph, leaf.name) for leaf in graph.leaves})
+def _shard(graph: Graph, axis: str, parts: tuple[int, ...], rows: int, chosen: Mapping[str, Strategy]) -> Sharded:
+    """One of ``parts`` of the rows of ``graph``, with ``rows`` of them."""
+    units = in_lowest_terms(parts)
+    leaves = {leaf.name: leaf_pair(graph, leaf.name) for leaf in graph.leaves}
+    return shard_graph(graph, axis, sum(units), chosen, leaves, units[parts.index(rows)])
+
+
+class _Coupled(BadInput):
+    """Micro-batches would have to communicate. ``inputs``: those of the batch that are read whole, if that is why."""
+
+    def __init__(self, message: str, inputs: frozenset[str]) -> None:
+        super().__init__(message)
+        self.inputs = inputs
+
+
+def _without_false_batches(graph: Graph, error: _Coupled, micro_batches: int) -> Graph:
+    """``graph`` whose inputs that are read whole are not cut, such as a mask [T, T] where the batch is as long as T.
+
+    Raises ``error`` where there are none, or where cutting them is what lets the samples be worked on apart.
+    """
+    if not error.inputs:
+        raise BadInput(str(error))
+    leaves = tuple(replace(leaf, batched=leaf.batched and leaf.name not in error.inputs) for leaf in graph.leaves)
+    changed = replace(graph, leaves=leaves)
+    before, after = (_apart(g, micro_batches) for g in (graph, changed))
+    if not after or after < before:
+        raise BadInput(str(error))
+    return changed
+
+
+def _apart(graph: Graph, micro_batches: int) -> int:
+    """How many operators with a gradient work on a part of the batch."""
+    parts = in_lowest_terms(deal(graph.batch_size, micro_batches))
+    chosen = batch_strategies(graph, sum(parts), time=True)
+    return sum(node.output.differentiable and bool(chosen[node.name].letter) for node in graph.nodes)
 
 
 def leaf_pair(graph: Graph, name: str) -> Pair:
@@ -150,6 +228,7 @@ def _check_time(graph: Graph) -> None:
     summed: set[str] = set()
     places = {node.name: place for place, node in enumerate(graph.nodes)}
     coupling: list[Node] = []
+    inputs: frozenset[str] = frozenset()
     for node in graph.nodes:
         if node.op != "convert" or node.args[1] != MICRO:
             if any(name in summed for name in node.operands):
@@ -164,19 +243,32 @@ def _check_time(graph: Graph) -> None:
             summed.add(node.name)
         if forward in (*COMMUNICATING, "pad") or backward in COMMUNICATING:
             coupling.append(_reader(graph, node))
+            if is_shared(graph, node.operands[0]):
+                inputs |= _inputs_behind(graph, node)
     if coupling:
         reader = min(coupling, key=lambda node: places[node.name])
         if reader.op == MODULE:
             path = reader.args[0]
             vouch = f"samplewise=({path!r},)" if path else "samplewise=True"
-            raise BadInput(
+            raise _Coupled(
                 f"module {path or 'model'!r} runs whole on the batch, which cannot be cut into micro-batches then; use 1 "
-                f"micro-batch (mb=1), or pass {vouch} where it treats each row of the batch alone"
+                f"micro-batch (mb=1), or pass {vouch} where it treats each row of the batch alone",
+                inputs,
             )
-        raise BadInput(
+        raise _Coupled(
             f"operator {reader.op} in {reader.module or 'the model'} couples the samples of a batch, so the batch "
-            "cannot be cut into micro-batches without changing the result; use 1 micro-batch (mb=1)"
+            "cannot be cut into micro-batches without changing the result; use 1 micro-batch (mb=1)",
+            inputs,
         )
+
+
+def _inputs_behind(graph: Graph, node: Node) -> frozenset[str]:
+    """The inputs cut with the batch that ``node`` is made from."""
+    wanted = set(node.operands)
+    for earlier in reversed(graph.nodes):
+        if any(value.name in wanted for value in earlier.outputs):
+            wanted.update(earlier.operands)
+    return frozenset(leaf.name for leaf in graph.leaves_of("input") if leaf.batched and leaf.name in wanted)
 
 
 def _reader(graph: Graph, node: Node) -> Node:
@@ -186,4 +278,4 @@ def _reader(graph: Graph, node: Node) -> Node:
     return node
 
 
-__all__ = ["BatchSplit", "batch_strategies", "leaf_pair", "split_batch"]
+__all__ = ["BatchSplit", "Piece", "batch_strategies", "check_count", "leaf_pair", "split_batch"]

@@ -7,6 +7,7 @@ no row. ``record`` writes that table, ``recall`` reads it against a graph and re
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from fractions import Fraction
 
 from planner.errors import InvalidPlan
 from planner.ir.graph import Graph
@@ -92,8 +93,14 @@ def check_on_dp(graph: Graph, layouts: tuple[OperatorLayout, ...], over_dp: Mapp
             )
 
 
-def recall(graph: Graph, layouts: tuple[OperatorLayout, ...], tp: int) -> tuple[dict[str, Strategy], dict[str, Pair]]:
-    """Strategies on the tp axis by node name, and the pairs of leaves by leaf name. Raises InvalidPlan."""
+def recall(
+    graph: Graph, layouts: tuple[OperatorLayout, ...], tp: int, rows: Fraction | None = None
+) -> tuple[dict[str, Strategy], dict[str, Pair]]:
+    """Strategies on the tp axis by node name, and the pairs of leaves by leaf name. Raises InvalidPlan.
+
+    ``rows``: where ``graph`` has other sizes than the one the plan was made for, its rows over those. A strategy those sizes
+    do not allow then gives way to running the operator whole.
+    """
     classes, values = node_classes(graph), graph.values
     by_name = {row.name: row for row in layouts}
     names: dict[Hashable, str] = {}
@@ -106,6 +113,8 @@ def recall(graph: Graph, layouts: tuple[OperatorLayout, ...], tp: int) -> tuple[
         name = names.get(classes[node.name]) if tp > 1 and node.segment != SHARED else "R"
         options = strategies(rule_of(node, values), node, values, tp if tp > 1 else 2**62, cuts[node.name])
         match = [s for s in options if s.name == name]
+        if not match and rows is not None:
+            match = [s for s in options if s.name == scaled(name or "R", rows)] or [s for s in options if s.name == "R"]
         if not match:
             raise InvalidPlan(
                 f"the plan gives operator {node.name} ({node.op}) the strategy {name!r}; on {tp} devices it has "
@@ -123,6 +132,22 @@ def recall(graph: Graph, layouts: tuple[OperatorLayout, ...], tp: int) -> tuple[
         for leaf in graph.leaves
     }
     return chosen, stored
+
+
+def strategy_names(graph: Graph, tp: int) -> dict[str, frozenset[str]]:
+    """Of each operator, the strategies it has on tp."""
+    cuts, values = find_cuts(graph), graph.values
+    return {
+        node.name: frozenset(s.name for s in strategies(rule_of(node, values), node, values, tp, cuts[node.name]))
+        for node in graph.nodes
+    }
+
+
+def scaled(name: str, rows: Fraction) -> str:
+    """A cut behind the batch of a merged dim, ``n@4``, for another number of rows."""
+    letter, _, cut = name.partition("@")
+    inside = int(cut or 1) * rows
+    return letter if inside == 1 else f"{letter}@{inside}"
 
 
 def _pair(row: OperatorLayout) -> Pair:

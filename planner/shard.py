@@ -1,6 +1,6 @@
 """The pass that splits a graph over one mesh axis: Graph x strategies -> Graph of what one device runs.
 
-    shard(graph, axis, k, strategies, leaves)
+    shard(graph, axis, k, strategies, leaves, share)
 
 Every value gets its producer's pair; every operand whose strategy asks for another pair gets one ``convert`` node, made
 once per (value, target pair, segment); those of inputs and of values made from inputs alone once for all segments. Shapes
@@ -41,12 +41,20 @@ def target_pair(pair: Pair, differentiable: bool) -> Pair:
     return pair if differentiable else pair.without_gradient()
 
 
-def shard(graph: Graph, axis: str, k: int, strategies: Mapping[str, Strategy], leaves: Mapping[str, Pair]) -> Sharded:
+def shard(
+    graph: Graph,
+    axis: str,
+    k: int,
+    strategies: Mapping[str, Strategy],
+    leaves: Mapping[str, Pair],
+    share: int = 1,
+) -> Sharded:
     """The graph of one device of ``axis`` (k devices).
 
-    ``strategies``: of each node, by node name. ``leaves``: how each leaf is stored, by leaf name.
+    ``strategies``: of each node, by node name. ``leaves``: how each leaf is stored, by leaf name. ``share``: where the
+    devices hold unequal parts, k is the number of equal units they share out, and this device has ``share`` of them.
     """
-    builder = _Builder(graph, axis, k)
+    builder = _Builder(graph, axis, k, share)
     for leaf in graph.leaves:
         builder.leaf(leaf, leaves[leaf.name])
     for node in graph.nodes:
@@ -55,8 +63,8 @@ def shard(graph: Graph, axis: str, k: int, strategies: Mapping[str, Strategy], l
 
 
 class _Builder:
-    def __init__(self, graph: Graph, axis: str, k: int) -> None:
-        self.graph, self.axis, self.k = graph, axis, k
+    def __init__(self, graph: Graph, axis: str, k: int, share: int) -> None:
+        self.graph, self.axis, self.k, self.share = graph, axis, k, share
         self.pairs: dict[str, Pair] = {}
         self.local: dict[str, Value] = {}
         self.leaves: list[Leaf] = []
@@ -64,8 +72,11 @@ class _Builder:
         self.converted: dict[tuple[str, Pair, int], str] = {}
         self.names = set(graph.values)
 
+    def local_shape(self, pair: Pair, value: Value) -> tuple[int, ...]:
+        return pair.value.local_shape(value.shape, self.k, self.share)
+
     def leaf(self, leaf: Leaf, pair: Pair) -> None:
-        value = replace(leaf.value, shape=pair.value.local_shape(leaf.value.shape, self.k))
+        value = replace(leaf.value, shape=self.local_shape(pair, leaf.value))
         self.pairs[leaf.name] = pair
         self.local[leaf.name] = value
         self.leaves.append(replace(leaf, value=value))
@@ -81,10 +92,10 @@ class _Builder:
         outputs = []
         for value, pair in zip(node.outputs, strategy.outputs, strict=True):
             self.pairs[value.name] = pair
-            local = replace(value, shape=pair.value.local_shape(value.shape, self.k))
+            local = replace(value, shape=self.local_shape(pair, value))
             self.local[value.name] = local
             outputs.append(local)
-        self.nodes.extend(localise(renamed, node, tuple(outputs), strategy, self.axis, self.k))
+        self.nodes.extend(localise(renamed, node, tuple(outputs), strategy, self.axis, self.k, self.share))
 
     def convert(self, name: str, target: Pair, node: Node) -> str:
         """The name under which ``node`` finds value ``name`` in pair ``target``."""
@@ -98,7 +109,7 @@ class _Builder:
             value = self.graph.values[name]
             local = Value(
                 self.fresh(f"{name}_{self.axis}"),
-                target.value.local_shape(value.shape, self.k),
+                self.local_shape(target, value),
                 value.dtype,
                 value.differentiable,
             )

@@ -8,8 +8,9 @@
     1f1b     pp{N} schedule=1f1b
     pp2.dp2.tp2 mb=8 zero=3 recompute=full schedule=1f1b        any mix; what is left out has the default below
 
-``mb`` is the number of micro-batches of a step. Defaults: mb=1 without stages, else the largest divisor of a dp rank's
-batch up to 4 a stage; zero=0; recompute=none; schedule=1f1b where there are enough micro-batches, else gpipe.
+``mb`` is the number of micro-batches of a step. A batch that dp or mb does not divide is dealt as evenly as can be.
+Defaults: mb=1 without stages, else the largest divisor of a dp rank's batch up to 4 a stage (4 a stage where it has none
+as large as the number of stages); zero=0; recompute=none; schedule=1f1b where there are enough micro-batches, else gpipe.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from planner.batch import check_count
 from planner.errors import BadInput
 from planner.ir.graph import Node
 from planner.ir.mesh import Mesh
@@ -114,10 +116,10 @@ def plan_by_hand(evaluator: Evaluator, text: str) -> Plan:
     problem = evaluator.problem
     picked = parse_strategy(text, problem.cluster.gpus)
     mesh, batch = picked.mesh, problem.graph.batch_size
-    if batch % mesh.dp:
-        raise BadInput(
-            f"strategy {text!r} cuts the batch of {batch} into {mesh.dp}; use a batch divisible by {mesh.dp}"
-        )
+    try:
+        check_count(batch, mesh.dp, picked.micro_batches or 1)
+    except BadInput as error:
+        raise BadInput(f"strategy {text!r}: {error}") from None
     if mesh.pp > evaluator.segments:
         raise BadInput(
             f"strategy {text!r} asks for {mesh.pp} stages, but the model has only {evaluator.segments} segments to "
@@ -149,15 +151,13 @@ def _micro_batches(evaluator: Evaluator, picked: HandPicked) -> tuple[int, tuple
     """The number of micro-batches, and a note where the model allows only one."""
     batch, mesh = evaluator.problem.graph.batch_size, picked.mesh
     if picked.micro_batches is not None:
-        if batch % (mesh.dp * picked.micro_batches):
-            raise BadInput(
-                f"strategy {picked.text!r}: a batch of {batch} cannot be cut into {mesh.dp} x {picked.micro_batches} "
-                f"equal parts; mb must divide {batch // mesh.dp}"
-            )
         return picked.micro_batches, ()
     if mesh.pp == 1:
         return 1, ()
-    count = max(d for d in divisors(batch // mesh.dp) if d <= MICRO_BATCHES_A_STAGE * mesh.pp)
+    rows, most = batch // mesh.dp, MICRO_BATCHES_A_STAGE * mesh.pp
+    count = max(d for d in divisors(rows) if d <= most and (d == 1 or batch % mesh.dp == 0))
+    if count < min(mesh.pp, rows):
+        count = min(most, rows)
     if count > 1:
         try:
             evaluator.split(mesh.dp, count)

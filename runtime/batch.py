@@ -1,7 +1,7 @@
 """A rank's share of the global batch: rows of its dp coordinate, then micro-batches.
 
-With B rows, dp index d of D and M micro-batches, micro-batch m holds the B / (D M) rows from d B / D + m B / (D M).
-Inputs that are not batched go whole to every micro-batch.
+The rows are dealt over the dp ranks in order, and a rank's rows over its micro-batches, as evenly as can be
+(planner.ir.mesh.deal). Inputs that are not batched go whole to every micro-batch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from planner.errors import BadInput
+from planner.ir.mesh import deal
 from planner.ir.program import RNG, InputSpec, Program
 from runtime.collectives import Axis
 
@@ -38,16 +39,10 @@ def micro_batches(
             for keywords in result:
                 keywords[name] = moved
             continue
-        rows, rest = divmod(whole.shape[0], dp.size * program.micro_batches)
-        if rest:
-            raise BadInput(
-                f"{spec.label} has {whole.shape[0]} rows, which {dp.size} data-parallel shards of "
-                f"{program.micro_batches} micro-batches cannot share evenly. Use a batch divisible by their product."
-            )
-        first = dp.index * rows * program.micro_batches
-        mine = whole.narrow(0, first, rows * program.micro_batches).to(device, non_blocking=True)
-        for keywords, rows_of_one in zip(result, mine.split(rows), strict=True):
-            keywords[name] = rows_of_one
+        dealt = deal(whole.shape[0], dp.size)
+        mine = whole.narrow(0, sum(dealt[: dp.index]), dealt[dp.index]).to(device, non_blocking=True)
+        for keywords, rows in zip(result, mine.split(deal(dealt[dp.index], len(result))), strict=True):
+            keywords[name] = rows
     return result
 
 
@@ -55,6 +50,11 @@ def check_batch(program: Program, batch: Mapping[str, torch.Tensor]) -> None:
     """Raises BadInput when an input of ``program`` is missing or has another shape or dtype."""
     for spec in program.inputs:
         _checked(spec, batch)
+
+
+def fits(program: Program, batch: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the shapes in ``batch`` are those ``program`` was made for."""
+    return all(spec.name in batch and tuple(batch[spec.name].shape) == spec.shape for spec in program.inputs)
 
 
 def _checked(spec: InputSpec, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

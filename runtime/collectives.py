@@ -17,6 +17,7 @@ Every result is contiguous and owns its memory where it differs from the argumen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -34,12 +35,21 @@ _reduce_scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh as a rank sees it: ``index`` is its coordinate; ``group`` is None where ``size`` is 1."""
+    """One axis of the mesh as a rank sees it: ``index`` is its coordinate; ``group`` is None where ``size`` is 1.
+
+    ``shares``: of how many units of a dim each rank holds, where these differ.
+    """
 
     name: str
     size: int = 1
     index: int = 0
     group: dist.ProcessGroup | None = None
+    shares: tuple[int, ...] = ()
+
+    @property
+    def dealt(self) -> tuple[int, ...]:
+        """``shares``, also where they are equal."""
+        return self.shares or (1,) * self.size
 
 
 @lru_cache(maxsize=4096)
@@ -87,13 +97,15 @@ def move(x: torch.Tensor, axis: Axis, source: Placement, target: Placement) -> t
     name = primitive(source, target)
     with torch.no_grad():
         if name == "slice":
-            return part(x, target, axis.size, axis.index).clone(memory_format=torch.contiguous_format)
+            return part(x, target, axis.shares or axis.size, axis.index).clone(memory_format=torch.contiguous_format)
         if name == "keep":
             return x if axis.index == 0 else torch.zeros_like(x, memory_format=torch.contiguous_format)
         if name == "pad":
             return _pad(x, axis, source)
         if name == "all_reduce":
             return all_reduce(x, (axis,))
+        if axis.shares and name != "all_reduce":
+            return _move_unequal(x, axis, source, target)
         if name == "all_gather":
             return _join(all_gather(x, axis), source)
         if name == "reduce_scatter":
@@ -112,10 +124,15 @@ def all_reduce(x: torch.Tensor, axes: tuple[Axis, ...], operation: Any = dist.Re
     return result
 
 
-def part(x: torch.Tensor, placement: Placement, k: int, index: int) -> torch.Tensor:
-    """What rank ``index`` of ``k`` holds of the whole ``x``; a view of ``x`` where one exists, else a copy."""
+def part(x: torch.Tensor, placement: Placement, k: int | Sequence[int], index: int) -> torch.Tensor:
+    """What rank ``index`` of ``k`` holds of the whole ``x``; a view of ``x`` where one exists, else a copy.
+
+    ``k`` may be the units each rank holds, where these differ.
+    """
     if placement.kind != "S" or k == 1:
         return x
+    if not isinstance(k, int):
+        return _dealt(x, placement, k)[index].flatten(placement.dim, placement.dim + 1)
     return _cut(x, placement, k).select(placement.dim + 1, index).flatten(placement.dim, placement.dim + 1)
 
 
@@ -123,6 +140,50 @@ def _cut(x: torch.Tensor, placement: Placement, k: int) -> torch.Tensor:
     """A view of the whole ``x`` with dim d as three dims (outer, k, rest)."""
     local = placement.local_shape(tuple(x.shape), k)[placement.dim]
     return x.unflatten(placement.dim, (placement.outer, k, local // placement.outer))
+
+
+def _dealt(x: torch.Tensor, placement: Placement, shares: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Views of the whole ``x`` with dim d as two dims (outer, rest), the second cut by ``shares``."""
+    units = sum(shares)
+    size = placement.local_shape(tuple(x.shape), units)[placement.dim] // placement.outer
+    seen = x.unflatten(placement.dim, (placement.outer, units * size))
+    return seen.split([share * size for share in shares], placement.dim + 1)
+
+
+def _move_unequal(x: torch.Tensor, axis: Axis, source: Placement, target: Placement) -> torch.Tensor:
+    """``pad``, ``all_gather``, ``reduce_scatter`` and ``all_to_all`` where ranks hold unequal shares of a dim.
+
+    Parts travel as large as the largest of them, the rest zeros.
+    """
+    if source.kind == "P":
+        parts = _dealt(x, target, axis.shares)
+        sent = torch.stack([_lengthened(each, target.dim + 1, parts[0].shape[target.dim + 1]) for each in parts])
+        received = _reduce_scatter(sent, axis)
+        mine = received.narrow(target.dim + 1, 0, parts[axis.index].shape[target.dim + 1])
+        return mine.contiguous().flatten(target.dim, target.dim + 1)
+    own = x.unflatten(source.dim, (source.outer, x.shape[source.dim] // source.outer))
+    dim = source.dim + 1
+    sizes = [own.shape[dim] // axis.shares[axis.index] * share for share in axis.shares]
+    if target.kind == "P":
+        held = [own if i == axis.index else own.new_zeros(_resized(own, dim, size)) for i, size in enumerate(sizes)]
+    else:
+        gathered = all_gather(_lengthened(own, dim, max(sizes)), axis)
+        held = [each.narrow(dim, 0, size) for each, size in zip(gathered, sizes, strict=True)]
+    whole = torch.cat(held, dim).flatten(source.dim, source.dim + 1)
+    return move(whole, axis, R, target) if target.kind == "S" else whole
+
+
+def _resized(x: torch.Tensor, dim: int, size: int) -> tuple[int, ...]:
+    return (*x.shape[:dim], size, *x.shape[dim + 1 :])
+
+
+def _lengthened(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """``x`` with zeros behind it along ``dim``; contiguous."""
+    if x.shape[dim] == size:
+        return x.contiguous()
+    result = x.new_zeros(_resized(x, dim, size))
+    result.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return result
 
 
 def _pad(x: torch.Tensor, axis: Axis, placement: Placement) -> torch.Tensor:

@@ -2,9 +2,9 @@
 
     mean = sum x / n      var = sum (x - mean)^2 / n      xhat = (x - mean) / sqrt(var + eps)     y = weight xhat + bias
 
-with n and the sums over every rank. Each rank sends its mean m_i and M_i = sum (x - m_i)^2 once; with equal counts n_i
+with n and the sums over every rank. Each rank sends its mean m_i and M_i = sum (x - m_i)^2 once; with counts n_i
 
-    mean = average of m_i        M = sum M_i + n_i sum (m_i - mean)^2                         (_merge)
+    mean = sum (n_i / n) m_i     M = sum M_i + sum n_i (m_i - mean)^2                         (_merge)
 
     dx = weight / sqrt(var + eps) (dy - sum dy / n - xhat sum (dy xhat) / n)                  (_BatchNorm.backward)
 
@@ -14,7 +14,6 @@ Parallel variance: Chan, Golub, LeVeque, "Algorithms for Computing the Sample Va
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +36,7 @@ def batch_norm(
     eps: float,
     axes: Sequence[Axis] = (),
 ) -> BatchNormResult:
-    """Batch normalization of ``x`` [n, c, ...] with statistics also over the even shards on ``axes``.
+    """Batch normalization of ``x`` [n, c, ...] with statistics also over the shards on ``axes``.
 
     Returns (y, new running mean, new running variance); the running statistics come back unchanged when ``training`` is
     False. The gradient of x is that of the whole batch's function; those of weight and bias are this rank's summand.
@@ -45,7 +44,9 @@ def batch_norm(
     """
     if not training and running_mean is not None:
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps), running_mean, running_var
-    count = x.numel() // x.shape[1] * math.prod(axis.size for axis in axes)
+    count = x.numel() // x.shape[1]
+    for axis in reversed(axes):  # the innermost first, so that shares stay whole numbers
+        count = count // axis.dealt[axis.index] * sum(axis.dealt)
     if training and count <= 1:
         raise ValueError(f"batch norm needs more than one value per channel in training; the input is {list(x.shape)}")
     y, mean, var = _BatchNorm.apply(x, weight, bias, eps, count, tuple(axes))
@@ -56,11 +57,12 @@ def batch_norm(
     return y, new_mean, new_var
 
 
-def _merge(mean: torch.Tensor, squares: torch.Tensor, count: int, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
-    """(mean, M) over the ranks of ``axis``, each of ``count`` values per channel."""
+def _merge(mean: torch.Tensor, squares: torch.Tensor, unit: float, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
+    """(mean, M) over the ranks of ``axis``, each of ``unit`` values per channel for every unit it holds."""
     means, parts = all_gather(torch.stack((mean, squares)), axis).unbind(1)
-    merged = means.mean(0)
-    return merged, parts.sum(0) + count * (means - merged).square().sum(0)
+    counts = unit * torch.tensor(axis.dealt, dtype=means.dtype, device=means.device)
+    merged = counts @ means / counts.sum()
+    return merged, parts.sum(0) + counts @ (means - merged).square()
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -78,11 +80,12 @@ class _BatchNorm(torch.autograd.Function):
         wide = x if x.dtype == torch.float64 else x.float()
         mean = wide.mean(dims)
         squares = (wide - _along(mean, x)).square().sum(dims)
-        merged = x.numel() // x.shape[1]
+        merged = float(x.numel() // x.shape[1])
         for axis in axes:
             if axis.size > 1:
-                mean, squares = _merge(mean, squares, merged, axis)
-                merged *= axis.size
+                unit = merged / axis.dealt[axis.index]
+                mean, squares = _merge(mean, squares, unit, axis)
+                merged = unit * sum(axis.dealt)
         var = squares / count
         inverse = torch.rsqrt(var + eps)
         scale = inverse if weight is None else inverse * weight.to(inverse.dtype)

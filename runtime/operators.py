@@ -193,8 +193,10 @@ def seeded(function: Callable[..., Any], rng: torch.Tensor, site: int, axes: Seq
     return run
 
 
-def micro_slice(x: torch.Tensor, placement: str, rng: torch.Tensor, micro_batches: int) -> torch.Tensor:
+def micro_slice(x: torch.Tensor, placement: str, rng: torch.Tensor, micro_batches: int | Sequence[int]) -> torch.Tensor:
     """This micro-batch's part of a tensor that was made for all of them; ``rng``: [seed, step, micro-batch].
+
+    ``micro_batches``: how many there are, or the rows of each where they differ.
 
     As an addend of a sum over micro-batches (``placement`` P) it is the tensor in the first one and zero in the others.
     """

@@ -5,6 +5,9 @@ set from outside. Each tensor is registered once, as a plain local tensor under 
 its segment or, when several segments share it, on the stage; every further name is looked up at each access, so that
 FSDP and ``to_empty`` may exchange the tensor. A segment marked for recomputation keeps only its arguments between
 forward and backward (torch.utils.checkpoint).
+
+Micro-batches of other sizes run other sources on the very same tensors: ``read_code`` reads one as ``Code``, whose classes
+borrow the module and its segments, so that hooks on them (FSDP) stay where they are.
 """
 
 from __future__ import annotations
@@ -65,6 +68,7 @@ class StageModule(_Owner):
 
     segments: nn.ModuleList
     held: tuple[Held, ...]
+    running: Code
 
     def prologue(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """This micro-batch's global counts; a source without counts has none."""
@@ -98,25 +102,77 @@ def build_stage(
     is missing.
     """
     namespace = _run_source(stage, axes, device)
-    module = _instance(namespace, "Stage", StageModule, stage)
-    module.segments = nn.ModuleList(_instance(namespace, spec.class_name, Segment, stage) for spec in stage.segments)
+    module = _class(namespace, "Stage", StageModule, stage)()
+    module.segments = nn.ModuleList(_class(namespace, spec.class_name, Segment, stage)() for spec in stage.segments)
     module.__dict__["held"] = tuple(_register(spec, module, i, axes["tp"]) for i, spec in enumerate(stage.states))
-    for called in stage.modules:
-        if called.path not in modules:
-            raise InvalidPlan(f"stage {stage.index} calls the module {called.path!r}, which this rank was not given")
-        own = module.segments[called.segment].__dict__.setdefault("opaque_modules", {})
-        own[called.name] = OpaqueModule(called, modules[called.path])
-    for segment, segment_spec in zip(module.segments, stage.segments, strict=True):
-        if segment_spec.recompute:
-            segment.forward = functools.partial(
-                checkpoint, segment.forward, use_reentrant=False, preserve_rng_state=False
-            )
+    module.__dict__["running"] = _code(namespace, stage, module, modules)
+    for number, segment in enumerate(module.segments):
+        segment.forward = functools.partial(_run_segment, module, segment, number)
     return module
 
 
+@dataclass(frozen=True)
+class Code:
+    """A source read for ``module``: runs a micro-batch of the size it is for."""
+
+    stage: StageProgram
+    module: StageModule
+    owner: type[StageModule]
+    segments: tuple[type[Segment], ...]
+    modules: Mapping[str, nn.Module]
+
+    @functools.cached_property
+    def opaque(self) -> tuple[Mapping[str, OpaqueModule], ...]:
+        """Of each segment, the user's modules that it calls, by their names there."""
+        found: tuple[dict[str, OpaqueModule], ...] = tuple({} for _ in self.segments)
+        for called in self.stage.modules:
+            found[called.segment][called.name] = OpaqueModule(called, self.modules[called.path])
+        return found
+
+    def __call__(self, *received: torch.Tensor, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.module.__dict__["running"] = self
+        result: tuple[torch.Tensor, ...] = self.owner.forward(self.module, *received, **inputs)
+        return result
+
+    def prologue(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.owner.prologue(self.module, **inputs)
+
+
+def read_code(stage: StageProgram, axes: Mapping[str, Axis], device: torch.device, module: StageModule) -> Code:
+    """``stage`` as code for ``module``. Raises InvalidPlan when it does not hold the same tensors in the same places."""
+    mine = module.running.stage
+    if stage.states != mine.states or len(stage.segments) != len(mine.segments):
+        raise InvalidPlan(f"stage {stage.index} for another batch holds other tensors. Plan again for that batch.")
+    return _code(_run_source(stage, axes, device), stage, module, module.running.modules)
+
+
+def _code(
+    namespace: Mapping[str, Any], stage: StageProgram, module: StageModule, modules: Mapping[str, nn.Module]
+) -> Code:
+    for called in stage.modules:
+        if called.path not in modules:
+            raise InvalidPlan(f"stage {stage.index} calls the module {called.path!r}, which this rank was not given")
+    segments = tuple(_class(namespace, spec.class_name, Segment, stage) for spec in stage.segments)
+    return Code(stage, module, _class(namespace, "Stage", StageModule, stage), segments, modules)
+
+
+def _run_segment(module: StageModule, segment: Segment, number: int, *arguments: Any) -> Any:
+    """Forward of a segment by the code that runs now; recomputation, later, repeats that of this call."""
+    code = module.running
+
+    def run(*received: Any) -> Any:
+        segment.__dict__["opaque_modules"] = code.opaque[number]
+        return code.segments[number].forward(segment, *received)
+
+    if code.stage.segments[number].recompute:
+        return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return run(*arguments)
+
+
 def _run_source(stage: StageProgram, axes: Mapping[str, Axis], device: torch.device) -> dict[str, Any]:
-    """Executes the module text; tracebacks show its lines."""
-    filename = f"<stage {stage.index}>"
+    """Executes the module text; tracebacks show its lines, under the first of them."""
+    title = stage.source.partition("\n")[0].strip('"')
+    filename = f"<stage {stage.index}: {title}>"
     linecache.cache[filename] = (len(stage.source), None, stage.source.splitlines(keepends=True), filename)
     name = f"stage_{stage.index}"
     namespace: dict[str, Any] = {"__name__": name, "tp": axes["tp"], "dp": axes["dp"], "device": device}
@@ -124,13 +180,13 @@ def _run_source(stage: StageProgram, axes: Mapping[str, Axis], device: torch.dev
     return namespace
 
 
-def _instance(namespace: Mapping[str, Any], name: str, base: type, stage: StageProgram) -> Any:
+def _class(namespace: Mapping[str, Any], name: str, base: type, stage: StageProgram) -> Any:
     made = namespace.get(name)
     if not isinstance(made, type) or not issubclass(made, base):
         raise InvalidPlan(
             f"the source of stage {stage.index} defines no class {name} ({base.__name__}). Lower the plan again."
         )
-    return made()
+    return made
 
 
 def _register(spec: StateSpec, stage: StageModule, number: int, tp: Axis) -> Held:

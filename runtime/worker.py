@@ -21,15 +21,15 @@ import torch.distributed as dist
 from planner.errors import BadInput
 from planner.ir.program import Program, StageProgram
 from runtime import checkpoint, state
-from runtime.batch import Keywords, micro_batches
+from runtime.batch import fits
 from runtime.collectives import Axis
 from runtime.device import peak_memory_bytes, reset_peak_memory, synchronize
 from runtime.gradients import GradientReducer, clip_gradients
 from runtime.groups import Groups
 from runtime.opaque import load_modules
 from runtime.optimizer import StageOptimizer
-from runtime.schedule import StageRunner
 from runtime.stage_module import StageModule, build_stage
+from runtime.step import Step, axes_for, largest_stage
 
 Named = dict[str, torch.Tensor | None]
 
@@ -43,7 +43,7 @@ class Rank:
     REMOTE = frozenset(
         {
             "load", "forward_backward", "gradients", "state", "optimizer", "step", "zero_grad", "train_step",
-            "clip_grad_norm", "save", "load_checkpoint", "peak_memory_bytes", "measure",
+            "clip_grad_norm", "save", "load_checkpoint", "peak_memory_bytes", "measure", "add_batch_size",
         }
     )  # fmt: skip
 
@@ -85,6 +85,13 @@ class Rank:
         opaque = load_modules(code) if code is not None else {}
         self._loaded = _Loaded(program, self._groups, source, self.device, opaque)
 
+    def add_batch_size(self, program: Program | Mapping[str, Any]) -> None:
+        """Also run batches of the size ``program`` is for, on the tensors that are loaded. Not collective.
+
+        Raises InvalidPlan when ``program`` does not hold them as the first one does.
+        """
+        self._here.add(program if isinstance(program, Program) else Program.from_dict(program))
+
     @property
     def program(self) -> Program:
         return self._here.program
@@ -107,15 +114,18 @@ class Rank:
     def forward_backward(self, batch: Mapping[str, torch.Tensor], step: int = 0) -> float:
         """Run all micro-batches of ``batch``, input name -> whole global tensor; returns the global loss on every rank.
 
+        The batch may have any size a program was loaded or added for.
+
         Gradients accumulate, as by ``loss.backward()``. ``step`` seeds random operators. Raises BadInput for a missing
         input, another shape or dtype.
         """
         here = self._here
-        keywords = here.keywords(batch, step)
+        run = here.step_for(batch)
+        keywords = run.keywords(batch, step)
         here.reducer.start()
-        loss = here.runner.run(keywords)
+        loss = run.runner.run(keywords)
         here.reducer.finish()
-        return here.global_loss(loss)
+        return run.global_loss(loss, self._groups.world)
 
     def gradients(self) -> Named:
         """Original name -> whole gradient, on the CPU; None where there is none. Trainable parameters of this stage.
@@ -234,39 +244,23 @@ class _Loaded:
         self.program, self.device = program, device
         self.axes: dict[str, Axis] = groups.axes(program.mesh)
         self.world = groups.world
-        self.stage: StageProgram = program.stages[self.axes["pp"].index]
+        axes = axes_for(program, self.axes)
+        self.stage: StageProgram = largest_stage(program, axes)
         self.answers = self.axes["dp"].index == self.axes["tp"].index == 0
-        self.module = build_stage(self.stage, self.axes, device, modules)
+        self.module = build_stage(self.stage, axes, device, modules)
         if program.zero == 3:
             state.shard_segments(self.module, program, self.axes["dp"], device)
         state.fill(self.module, source, self.axes, device)
         shared = {s.tied_stages for stage in program.stages for s in stage.states if len(s.tied_stages) > 1}
         tied = {stages: groups.over_stages(program.mesh, stages) for stages in sorted(shared)}
         self.reducer = GradientReducer(self.module.held, self.axes, tied, program.micro_batches)
-        self.runner = StageRunner(self.module, program, self.axes["pp"], device)
+        self.steps = [Step(program, self.module, axes, device)]
         self.optimizer: StageOptimizer | None = None
 
-    def keywords(self, batch: Mapping[str, torch.Tensor], step: int) -> list[Keywords]:
-        """The keyword arguments of the stage for each micro-batch: its inputs and the global counts."""
-        stage, dp = self.stage, self.axes["dp"]
-        result = micro_batches(self.program, stage.inputs, batch, dp, self.device, step)
-        if stage.counts:
-            inputs = micro_batches(self.program, stage.prologue_inputs, batch, dp, self.device, step)
-            with torch.no_grad():
-                shares = [self.module.prologue(**keywords) for keywords in inputs]
-            counts = {spec.name: sum(c) for spec, c in zip(stage.counts, zip(*shares, strict=True), strict=True)}
-            for keywords in result:
-                keywords.update(counts)  # type: ignore[arg-type]
-        return result
+    def step_for(self, batch: Mapping[str, torch.Tensor]) -> Step:
+        """What runs batches of this size."""
+        return next((step for step in self.steps if fits(step.program, batch)), self.steps[0])
 
-    def global_loss(self, loss: torch.Tensor | None) -> float:
-        """The sum of all ranks' shares: each of them where the loss is partial on an axis, else the first one's."""
-        counts = (self.program.loss_is_partial_on_dp or self.axes["dp"].index == 0) and (
-            self.program.loss_is_partial_on_tp or self.axes["tp"].index == 0
-        )
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        if loss is not None and counts:
-            total += loss
-        if self.world is not None:
-            dist.all_reduce(total, group=self.world)
-        return float(total)
+    def add(self, program: Program) -> None:
+        """Also run batches of the size ``program`` is for."""
+        self.steps.append(Step(program, self.module, axes_for(program, self.axes), self.device))

@@ -120,9 +120,9 @@ def test_torchrun_started_another_number_of_ranks(monkeypatch: pytest.MonkeyPatc
 # --- batch and model --------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_that_does_not_divide() -> None:
-    refused(errors.BadInput, "cuts the batch of 8 into 3; use a batch divisible by 3", gpus=3, strategy="ddp")
-    refused(errors.BadInput, "mb must divide 8", strategy="pp2 mb=3")
+def test_fewer_rows_than_shards_and_micro_batches() -> None:
+    refused(errors.BadInput, "a batch of 8 cannot be cut into 9 .* at least 9 rows", gpus=9, strategy="ddp")
+    refused(errors.BadInput, "at most 8 micro-batches", strategy="pp2 mb=9")
 
 
 def test_a_model_that_does_not_fit_says_what_is_missing_and_what_would_do() -> None:
@@ -216,7 +216,7 @@ def test_a_plan_made_before_is_taken_over(saved: Path) -> None:
         (lambda data: json.dumps(data)[:1000], "not valid JSON"),
         (lambda data: json.dumps({**data, "version": 99}), "version 99"),
         (lambda data: json.dumps({**data, "mesh": "pp2.dp2"}), "not legal|has 2 stages|estimate"),
-        (lambda data: json.dumps({**data, "micro_batches": 3}), "a batch of 8 cannot be cut"),
+        (lambda data: json.dumps({**data, "micro_batches": 9}), "a batch of 8 cannot be cut"),
         (lambda data: json.dumps({**data, "stages": [[0, 1], [2, 4]]}), "stage 1 starts at segment 2"),
         (lambda data: json.dumps({**data, "zero": 2}), "ZeRO stage 2"),
         (lambda data: json.dumps({k: v for k, v in data.items() if k != "stages"}), "stages"),

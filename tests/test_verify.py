@@ -44,7 +44,7 @@ def test_examples_pass() -> None:
         ({"recompute": (False,) * 5}, "recompute has 5 entries for 6 segments"),
         ({"schedule": "zigzag"}, "unknown schedule 'zigzag'; the schedules are gpipe, 1f1b"),
         ({"micro_batches": 0}, "0 micro-batches of a batch of 64; both must be at least 1"),
-        ({"global_batch": 60}, "a batch of 60 cannot be cut into 2 data shards x 4 micro-batches"),
+        ({"global_batch": 7}, "a batch of 7 cannot be cut into 2 data shards x 4 micro-batches"),
         ({"micro_batches": 1}, "1f1b needs at least as many micro-batches as stages, not 1 for 2"),
         ({"zero": 2}, "ZeRO stage 2; it must be one of 0, 3"),
         ({"layouts": (OperatorLayout("a", "op", "", 7, "b", "R"),)}, "operator a is laid out for segments of kind 7"),

@@ -50,14 +50,17 @@ class Placement:
             raise ValueError(f"{text!r} is not a placement; write R, P, S(1) or S(1,3)")
         return Placement("S", int(match[1]), int(match[2] or 1))
 
-    def local_shape(self, shape: tuple[int, ...], k: int) -> tuple[int, ...]:
-        """The shape one of ``k`` devices holds. Raises ValueError when the cut is not even."""
+    def local_shape(self, shape: tuple[int, ...], k: int, share: int = 1) -> tuple[int, ...]:
+        """The shape one of ``k`` devices holds; where shares differ, the one with ``share`` of ``k`` equal units.
+
+        Raises ValueError when ``k`` does not divide.
+        """
         if self.kind != "S":
             return shape
         size = shape[self.dim]
         if size % (self.outer * k):
             raise ValueError(f"dim {self.dim} of {shape} cannot be cut as {self} on {k} devices")
-        return (*shape[: self.dim], size // k, *shape[self.dim + 1 :])
+        return (*shape[: self.dim], size // k * share, *shape[self.dim + 1 :])
 
 
 R = Placement("R")

@@ -10,6 +10,7 @@ The text form names the axes of degree above one, ``pp2.dp2.tp2``; one device is
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,18 @@ from dataclasses import dataclass
 AXES = ("pp", "dp", "tp")
 # The micro-batches of a step, as an axis of time: not part of a mesh, no two of its members exist at once.
 MICRO = "micro"
+
+
+def deal(rows: int, parts: int) -> tuple[int, ...]:
+    """``rows`` dealt into ``parts`` as evenly as can be, the longer parts first: 7 over 3 is (3, 2, 2)."""
+    least, longer = divmod(rows, parts)
+    return tuple(least + (i < longer) for i in range(parts))
+
+
+def in_lowest_terms(shares: tuple[int, ...]) -> tuple[int, ...]:
+    """Shares in the same proportion with no common divisor: (4, 4) is (1, 1). Their sum divides every dim that is cut."""
+    common = math.gcd(*shares)
+    return tuple(share // common for share in shares)
 
 
 @dataclass(frozen=True, order=True)

@@ -40,7 +40,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from planner.errors import InvalidPlan
 from planner.ir.layout import Placement, R
-from planner.ir.mesh import Mesh
+from planner.ir.mesh import Mesh, deal
 
 RNG = "rng"
 
@@ -159,6 +159,7 @@ class InputSpec:
     shape: tuple[int, ...]  # global
     dtype: str
     batched: bool  # dim 0 is cut over dp, then over micro-batches
+    follows_batch: bool = False  # dim 0 is as long as the batch, and may be another number of rows in another batch
 
     @property
     def label(self) -> str:
@@ -174,8 +175,21 @@ def spoken(path: str) -> str:
 
 
 @dataclass(frozen=True)
+class SmallerPiece:
+    """The stages for micro-batches of ``rows`` rows on a dp rank whose micro-batches have ``rank_rows`` together."""
+
+    rank_rows: int
+    rows: int
+    stages: tuple[StageProgram, ...]
+
+
+@dataclass(frozen=True)
 class Program:
-    """``loss_is_partial_on_dp``: each dp rank's loss is a share of the global loss (summed to report it)."""
+    """``loss_is_partial_on_dp``: each dp rank's loss is a share of the global loss (summed to report it).
+
+    ``stages`` are for the largest micro-batch; where the ``batch_size`` rows do not divide evenly (planner.ir.mesh.deal),
+    ``smaller`` holds the same for the others: equal states, other sizes.
+    """
 
     mesh: Mesh
     micro_batches: int
@@ -186,6 +200,18 @@ class Program:
     loss_is_partial_on_dp: bool = True
     loss_is_partial_on_tp: bool = False
     seed: int = 0
+    batch_size: int = 0
+    smaller: tuple[SmallerPiece, ...] = ()
+
+    def stages_for(self, rank_rows: int, rows: int) -> tuple[StageProgram, ...]:
+        """The stages for one size of micro-batch."""
+        found = (piece.stages for piece in self.smaller if (piece.rank_rows, piece.rows) == (rank_rows, rows))
+        return next(found, self.stages)
+
+    def pieces_of(self, dp_index: int) -> tuple[int, tuple[int, ...]]:
+        """Rows of a dp rank, and of each of its micro-batches."""
+        rank_rows = deal(self.batch_size, self.mesh.dp)[dp_index]
+        return rank_rows, deal(rank_rows, self.micro_batches)
 
     def to_dict(self) -> dict[str, Any]:
         """The program as dicts, lists and primitives; placements and the mesh in their text form."""
@@ -198,7 +224,7 @@ class Program:
         """The inverse of ``to_dict``. Raises InvalidPlan naming the field when ``data`` is no program."""
         program = _read(Program, data, "program")
         assert isinstance(program, Program)
-        if len(program.stages) != program.mesh.pp:
+        if any(len(x) != program.mesh.pp for x in (program.stages, *(piece.stages for piece in program.smaller))):
             raise InvalidPlan(
                 f"the program has {len(program.stages)} stages for a mesh of {program.mesh}. Lower the plan again."
             )

@@ -49,7 +49,7 @@ def _structure(plan: Plan) -> Iterator[str]:
         yield f"unknown schedule {plan.schedule!r}; the schedules are {', '.join(SCHEDULES)}"
     if plan.micro_batches < 1 or plan.global_batch < 1:
         yield f"{plan.micro_batches} micro-batches of a batch of {plan.global_batch}; both must be at least 1"
-    if plan.global_batch % (mesh.dp * plan.micro_batches):
+    if plan.global_batch < mesh.dp * plan.micro_batches:
         parts = f"{mesh.dp} data shards x {plan.micro_batches} micro-batches"
         yield f"a batch of {plan.global_batch} cannot be cut into {parts}"
     if plan.schedule == "1f1b" and mesh.pp > plan.micro_batches:

@@ -10,28 +10,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import count
 
-from planner.batch import split_batch
+from planner.batch import BatchSplit, Piece, split_batch
 from planner.costing import crossing
 from planner.errors import BadInput, InvalidPlan
-from planner.ir.graph import MODULE, Graph, Leaf, Node
-from planner.ir.layout import REPLICATED, WHOLE, Pair
-from planner.ir.mesh import MICRO
+from planner.ir.graph import MODULE, Graph, Leaf, Node, Ref
+from planner.ir.layout import COMMUNICATING, PARTIAL, REPLICATED, WHOLE, Pair
+from planner.ir.mesh import MICRO, deal
 from planner.ir.plan import Plan
-from planner.ir.program import InputSpec, ModuleSpec, Program, StageProgram, StateSpec, TensorSpec
+from planner.ir.program import InputSpec, ModuleSpec, Program, SmallerPiece, StageProgram, StateSpec, TensorSpec
 from planner.layouts import check_on_dp, recall
 from planner.lower.text import SegmentText, StageText, stage_source
 from planner.segments import cut_into_segments, segment_label, segment_nodes
-from planner.shard import shard
+from planner.shard import Sharded, conversion_moves, shard
 
 
-def lower(graph: Graph, plan: Plan) -> Program:
-    """The program of ``plan`` for ``graph`` (as traced, whole).
+def lower(graph: Graph, plan: Plan, other_batch: bool = False) -> Program:
+    """The program of ``plan`` for ``graph`` (as traced, whole); ``other_batch``: the same model with another batch size.
 
-    Raises InvalidPlan when the plan is for another graph or names a strategy an operator does not have.
+    Raises InvalidPlan when the plan is for another graph or names a strategy an operator does not have; BadInput when the
+    batch is too small for the plan.
     """
-    if graph.digest != plan.graph_digest:
+    if graph.digest != plan.graph_digest and not other_batch:
         raise InvalidPlan(
             "the plan is for another model, batch shape or loss than this one (their graphs differ). "
             "Make a plan for this model with 'planner plan'."
@@ -39,23 +41,48 @@ def lower(graph: Graph, plan: Plan) -> Program:
     _refuse_foreign(graph)
     mesh = plan.mesh
     split = split_batch(cut_into_segments(graph), mesh.dp, plan.micro_batches)
-    check_on_dp(split.graph, plan.layouts, split.dp, mesh.dp)
-    chosen, leaves = recall(split.graph, plan.layouts, mesh.tp)
-    sharded = shard(split.graph, "tp", mesh.tp, chosen, leaves)
-    lowering = _Lowering(graph, sharded.graph, sharded.pairs, leaves, plan)
+    if not other_batch:
+        check_on_dp(split.graph, plan.layouts, split.dp, mesh.dp)
+    loss_is_partial_on_tp = False
+    planned_rows = -(-plan.global_batch // (mesh.dp * plan.micro_batches))
+    programs: list[tuple[StageProgram, ...]] = []
+    on_tp: list[dict[str, str]] = []
+    for piece in split.pieces:
+        other = other_batch or piece is not split.pieces[0]
+        scale = Fraction(piece.rows, planned_rows) if other else None
+        chosen, leaves = recall(piece.graph, plan.layouts, mesh.tp, scale)
+        on_tp.append({name: strategy.letter or strategy.name for name, strategy in chosen.items()})
+        sharded = shard(piece.graph, "tp", mesh.tp, chosen, leaves)
+        local = sharded.graph if len(split.pieces) == 1 else _with_whole_loss(sharded)
+        loss_is_partial_on_tp = mesh.tp > 1 and sharded.loss.value.kind == "P" and local is sharded.graph
+        lowering = _Lowering(graph, local, sharded.pairs, leaves, plan, piece if len(split.pieces) > 1 else None)
+        programs.append(tuple(lowering.stage(i) for i in range(mesh.pp)))
+    same_states = all(a.states == b.states for stages in programs for a, b in zip(stages, programs[0], strict=True))
+    if not same_states or not _meet_on_dp(split, on_tp):
+        raise BadInput(
+            f"a batch of {graph.batch_size} makes data-parallel shards and micro-batches of unequal size, which tp would cut "
+            f"in different ways; use a batch divisible by {mesh.dp * plan.micro_batches} (dp {mesh.dp} x mb "
+            f"{plan.micro_batches})"
+        )
+    cut = {leaf.name for leaf in split.graph.leaves_of("input") if leaf.batched}
     return Program(
         mesh=mesh,
         micro_batches=plan.micro_batches,
         schedule=plan.schedule,
         zero=plan.zero,
         inputs=tuple(
-            InputSpec(leaf.name, leaf.target, leaf.value.shape, leaf.value.dtype, leaf.batched)
+            InputSpec(leaf.name, leaf.target, leaf.value.shape, leaf.value.dtype, leaf.name in cut, leaf.batched)
             for leaf in graph.leaves_of("input")
         ),
-        stages=tuple(lowering.stage(i) for i in range(mesh.pp)),
+        stages=programs[0],
         loss_is_partial_on_dp=split.loss_is_partial_on_dp,
-        loss_is_partial_on_tp=sharded.loss.value.kind == "P" and mesh.tp > 1,
+        loss_is_partial_on_tp=loss_is_partial_on_tp,
         seed=plan.seed,
+        batch_size=graph.batch_size,
+        smaller=tuple(
+            SmallerPiece(piece.rank_rows, piece.rows, stages)
+            for piece, stages in zip(split.pieces[1:], programs[1:], strict=True)
+        ),
     )
 
 
@@ -69,6 +96,36 @@ def _refuse_foreign(graph: Graph) -> None:
             )
 
 
+def _meet_on_dp(split: BatchSplit, on_tp: list[dict[str, str]]) -> bool:
+    """Whether ranks that exchange tensors on dp cut them alike on tp. ``on_tp``: of each piece, what each operator does."""
+    if all(names == on_tp[0] for names in on_tp):
+        return True
+    return not any(
+        "dp" in dict(node.kwargs).get("axes", ()) if node.op != "convert" else _communicates_on_dp(node)
+        for node in split.graph.nodes
+        if not node.is_random
+    )
+
+
+def _communicates_on_dp(node: Node) -> bool:
+    axis, forward, backward = conversion_moves(node)
+    return axis == "dp" and bool(node.output.shape) and (forward in COMMUNICATING or backward in COMMUNICATING)
+
+
+def _with_whole_loss(sharded: Sharded) -> Graph:
+    """The graph with its loss whole on tp: pieces of one batch, which may run other strategies, have to agree on that."""
+    graph = sharded.graph
+    if sharded.loss.value.kind != "P":
+        return graph
+    producer = graph.producers[graph.loss]
+    whole = replace(graph.values[graph.loss], name=f"{graph.loss}_whole")
+    node = Node(
+        "convert", (Ref(graph.loss), "tp", f"{PARTIAL} -> {WHOLE}"), (whole,), (), producer.module, producer.segment
+    )
+    nodes = sorted((*graph.nodes, node), key=lambda node: node.segment)
+    return replace(graph, nodes=tuple(nodes), loss=whole.name)
+
+
 @dataclass(frozen=True)
 class _Crossing:
     """A tensor that leaves a segment or stage: its name in the graph and its pair on tp where it was made."""
@@ -79,9 +136,16 @@ class _Crossing:
 
 class _Lowering:
     def __init__(
-        self, whole: Graph, local: Graph, pairs: Mapping[str, Pair], leaves: Mapping[str, Pair], plan: Plan
+        self,
+        whole: Graph,
+        local: Graph,
+        pairs: Mapping[str, Pair],
+        leaves: Mapping[str, Pair],
+        plan: Plan,
+        piece: Piece | None = None,
     ) -> None:
-        self.whole, self.local, self.plan = whole, local, plan
+        """``piece``: which one ``local`` is for, where they differ."""
+        self.whole, self.local, self.plan, self.piece = whole, local, plan, piece
         self.pairs, self.leaves = pairs, leaves
         self.chain = segment_nodes(local)
         self.shared = [node for node in local.nodes if node.segment < 0]
@@ -110,7 +174,8 @@ class _Lowering:
             index=index,
             count=self.plan.mesh.pp,
             first=first,
-            configuration=self.plan.configuration,
+            configuration=self.plan.configuration
+            + (f", micro-batches of {self.piece.rows} rows" if self.piece is not None else ""),
             preamble=tuple(preamble),
             prologue=tuple(prologue),
             counts=tuple(counts),
@@ -121,7 +186,7 @@ class _Lowering:
             writes=tuple((b, v) for b, v in self.local.writes if self._stage_of_value(v) == index),
             attributes={name: attribute for (owner, name), attribute in attributes.items() if owner is None},
             graph=self.local,
-            micro_batches=self.plan.micro_batches,
+            micro_batches=self._dealt(),
         )
         source, classes = stage_source(text)
         modules = tuple(spec for i in range(first, end) for spec in self._modules(i)[1])
@@ -146,6 +211,12 @@ class _Lowering:
             counts=tuple(TensorSpec(n.name, n.output.shape, n.output.dtype, False) for n in counts),
             modules=tuple(replace(spec, segment=spec.segment - first) for spec in modules),
         )
+
+    def _dealt(self) -> int | tuple[int, ...]:
+        """The number of micro-batches, or the rows of each where they differ."""
+        count = self.plan.micro_batches
+        rows = deal(self.piece.rank_rows, count) if self.piece is not None else (1,) * count
+        return count if len(set(rows)) == 1 else rows
 
     # --- tensors between stages ---------------------------------------------------------------------------------------
 

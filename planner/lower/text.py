@@ -56,7 +56,7 @@ class StageText:
     writes: tuple[tuple[str, str], ...]
     attributes: Mapping[str, str]
     graph: Graph
-    micro_batches: int
+    micro_batches: int | tuple[int, ...]
 
 
 @dataclass
@@ -131,7 +131,7 @@ def _class_name(label: str, taken: set[str]) -> str:
 # --- statements -------------------------------------------------------------------------------------------------------
 
 
-def _statement(node: Node, scope: _Scope, micro_batches: int, site: str) -> str:
+def _statement(node: Node, scope: _Scope, micro_batches: int | tuple[int, ...], site: str) -> str:
     if node.op == "convert" and node.args[1] == MICRO:
         _, target = (Pair.parse(text.strip()) for text in str(node.args[2]).split("->"))
         right = f'micro_slice({scope(node.operands[0])}, "{target.value}", rng, {micro_batches})'

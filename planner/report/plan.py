@@ -98,13 +98,14 @@ def _settings(plan: Plan) -> Table:
     grid.add_column(no_wrap=True, style="bold")
     grid.add_column()
     estimate = plan.estimate
-    per_shard = plan.global_batch // (plan.mesh.dp * plan.micro_batches)
+    per_shard, longer = divmod(plan.global_batch, plan.mesh.dp * plan.micro_batches)
+    each = f"{per_shard} to {per_shard + 1}" if longer else str(per_shard)
     parts = f"{plural(plan.mesh.dp, 'shard')} x {plural(plan.micro_batches, 'micro-batch', 'micro-batches')}"
     speed = f", {plan.global_batch / estimate.step_time_s:.4g} samples/s" if estimate.step_time_s else ""
     rows = [
         ("plan", plan.configuration),
         ("mesh", mesh_words(plan.mesh)),
-        ("batch", f"{plan.global_batch} = {parts} of {per_shard}{speed}"),
+        ("batch", f"{plan.global_batch} = {parts} of {each}{speed}"),
         ("schedule", schedule_words(plan)),
         ("ZeRO", zero_words(plan)),
         ("recompute", recompute_words(plan)),

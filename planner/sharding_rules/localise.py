@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 
 from planner.ir.graph import Argument, Node, Ref, Value
 from planner.ir.mesh import MICRO
@@ -15,23 +16,27 @@ from planner.sharding_rules.rule import Strategy, option
 
 
 def localise(
-    node: Node, original: Node, outputs: tuple[Value, ...], strategy: Strategy, axis: str, k: int
+    node: Node, original: Node, outputs: tuple[Value, ...], strategy: Strategy, axis: str, k: int, share: int = 1
 ) -> tuple[Node, ...]:
-    """The local nodes of ``node`` (operands already renamed), with local ``outputs``. ``original``: global shapes."""
+    """The local nodes of ``node`` (operands already renamed), with local ``outputs``. ``original``: global shapes.
+
+    The device holds ``share`` of k units: sizes are multiplied by share / k, and its mean counts for as much.
+    """
     local = replace(node, outputs=outputs)
     if strategy.local:
         return (replace(local, op=strategy.local, kwargs=_with_axis(local, axis)),)
     base = node.base
     if base in SIZES:
-        local = replace(local, args=SIZES[base](local, original, strategy, k))
+        local = replace(local, args=SIZES[base](local, original, strategy, Fraction(share, k)))
     elif node.is_random and strategy.letter and axis != MICRO:
         # Shards draw masks of their own; micro-batches do anyway, their number is part of the seed.
         local = replace(local, kwargs=_with_axis(local, axis))
     if not strategy.divide:
         return (local,)
     total = replace(outputs[0], name=f"{outputs[0].name}_sum_{axis}")
-    share = Node("aten.div.Scalar", (Ref(total.name), k), outputs, (), node.module, node.segment)
-    return replace(local, outputs=(total,)), share
+    divisor = k // share if k % share == 0 else k / share
+    counted = Node("aten.div.Scalar", (Ref(total.name), divisor), outputs, (), node.module, node.segment)
+    return replace(local, outputs=(total,)), counted
 
 
 def _with_axis(node: Node, axis: str) -> tuple[tuple[str, Argument], ...]:
@@ -41,11 +46,11 @@ def _with_axis(node: Node, axis: str) -> tuple[tuple[str, Argument], ...]:
     return tuple(options.items())
 
 
-def _shape(node: Node, original: Node, strategy: Strategy, k: int) -> tuple[Argument, ...]:
+def _shape(node: Node, original: Node, strategy: Strategy, local: Fraction) -> tuple[Argument, ...]:
     return (node.args[0], node.output.shape, *node.args[2:])
 
 
-def _fill(node: Node, original: Node, strategy: Strategy, k: int) -> tuple[Argument, ...]:
+def _fill(node: Node, original: Node, strategy: Strategy, local: Fraction) -> tuple[Argument, ...]:
     return (node.output.shape, *node.args[1:])
 
 
@@ -54,34 +59,34 @@ def _is_cut(strategy: Strategy, dim: int) -> bool:
     return pair.value.kind == "S" and pair.value.dim == dim
 
 
-def _slice(node: Node, original: Node, strategy: Strategy, k: int) -> tuple[Argument, ...]:
+def _slice(node: Node, original: Node, strategy: Strategy, local: Fraction) -> tuple[Argument, ...]:
     dim = int(option(node, 1, "dim", 0)) % len(node.output.shape)
     if not _is_cut(strategy, dim):
         return node.args
     length = original.output.shape[dim]
     start = int(node.args[2] or 0) if len(node.args) > 2 else 0
-    return (node.args[0], dim, start // k, (start + length) // k)
+    return (node.args[0], dim, int(start * local), int((start + length) * local))
 
 
-def _split(node: Node, original: Node, strategy: Strategy, k: int) -> tuple[Argument, ...]:
+def _split(node: Node, original: Node, strategy: Strategy, local: Fraction) -> tuple[Argument, ...]:
     dim = int(option(node, 2, "dim", 0)) % len(node.output.shape)
     if not _is_cut(strategy, dim):
         return node.args
     sizes = node.args[1]
-    local = tuple(int(size) // k for size in sizes) if isinstance(sizes, tuple) else int(sizes) // k
-    return (node.args[0], local, *node.args[2:])
+    scaled = tuple(int(size * local) for size in sizes) if isinstance(sizes, tuple) else int(sizes * local)
+    return (node.args[0], scaled, *node.args[2:])
 
 
-def _groups_at(place: int) -> Callable[[Node, Node, Strategy, int], tuple[Argument, ...]]:
-    def rewrite(node: Node, original: Node, strategy: Strategy, k: int) -> tuple[Argument, ...]:
+def _groups_at(place: int) -> Callable[[Node, Node, Strategy, Fraction], tuple[Argument, ...]]:
+    def rewrite(node: Node, original: Node, strategy: Strategy, local: Fraction) -> tuple[Argument, ...]:
         if strategy.letter != "g":
             return node.args
-        return (*node.args[:place], int(node.args[place]) // k, *node.args[place + 1 :])
+        return (*node.args[:place], int(node.args[place] * local), *node.args[place + 1 :])
 
     return rewrite
 
 
-SIZES: dict[str, Callable[[Node, Node, Strategy, int], tuple[Argument, ...]]] = {
+SIZES: dict[str, Callable[[Node, Node, Strategy, Fraction], tuple[Argument, ...]]] = {
     "view": _shape,
     "expand": _shape,
     "unflatten": _shape,

@@ -12,19 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from costmodels.hardware import Cluster
 from planner.batch import BatchSplit, split_batch
 from planner.costing import Pricing, node_cost, segment_costs
 from planner.fold import Folded, fold
-from planner.ir.graph import Graph
+from planner.ir.graph import Graph, Node
 from planner.ir.mesh import Mesh
 from planner.ir.plan import Plan, Searched, SegmentInfo
-from planner.layouts import record
+from planner.layouts import record, scaled, strategy_names
 from planner.schedules import in_flight
 from planner.segment_cost import SegmentCost, stage_estimate
 from planner.segments import cut_into_segments, segment_count, segment_kinds, segment_label, segment_nodes
 from planner.shard import shard
+from planner.sharding_rules import Strategy
 from planner.simulate import estimate_step
 from planner.solve.frontier import least_recomputation_s
 from planner.solve.letters import Keep, Letters, solve_letters, whole_letters
@@ -131,8 +133,27 @@ class Evaluator:
             else:
                 price = self._lean_price_us(configuration) if variant == LEAN else 0.0
                 pricing = replace(self.pricing(configuration), zero=0)
-                self._letters[key] = solve_letters(graph, pricing, self.folded.weights, keep, price)
+                kept = self._kept_in_all_pieces(configuration, keep)
+                self._letters[key] = solve_letters(graph, pricing, self.folded.weights, kept, price)
         return self._letters[key]
+
+    def _kept_in_all_pieces(self, configuration: Configuration, keep: Keep | None) -> Keep | None:
+        """``keep`` without the strategies that smaller pieces of an unevenly cut batch do not have."""
+        first, *others = self.split(configuration.mesh.dp, configuration.micro_batches).pieces
+        if not others:
+            return keep
+        offered = [
+            (strategy_names(piece.graph, configuration.mesh.tp), Fraction(piece.rows, first.rows)) for piece in others
+        ]
+
+        def kept(node: Node, strategy: Strategy) -> bool:
+            everywhere = all(
+                strategy.name in names[node.name] or scaled(strategy.name, rows) in names[node.name]
+                for names, rows in offered
+            )
+            return everywhere and (keep is None or keep(node, strategy))
+
+        return kept
 
     def _lean_price_us(self, configuration: Configuration) -> float:
         work_us = self.work_s(configuration.mesh.dp, configuration.micro_batches) * 1e6

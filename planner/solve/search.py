@@ -62,15 +62,25 @@ def configurations(gpus: int, batch: int, segments: int) -> Iterator[Configurati
         if pp > segments:
             continue
         for dp in divisors(gpus // pp):
-            if batch % dp:
+            if batch < dp:
                 continue
             mesh = Mesh(pp, dp, gpus // pp // dp)
-            for micro_batches in divisors(batch // dp):
+            for micro_batches in micro_batch_counts(batch, dp):
                 # One stage runs each micro-batch forward and backward before the next: 1f1b with one in flight.
                 schedules = ["1f1b"] if pp == 1 else ["1f1b", "gpipe"] if micro_batches >= pp else ["gpipe"]
                 for schedule in schedules:
                     for zero in (0, 3) if dp > 1 else (0,):
                         yield Configuration(mesh, micro_batches, zero, schedule)
+
+
+def micro_batch_counts(batch: int, dp: int) -> tuple[int, ...]:
+    """Numbers of micro-batches worth trying: those that divide a rank's rows; powers of two where there are none."""
+    rows = batch // dp
+    powers = tuple(2**i for i in range(rows.bit_length()))
+    if batch % dp:
+        return powers
+    even = divisors(rows)
+    return even if len(even) > 2 or rows < 4 else tuple(sorted({*even, *powers}))
 
 
 def pipeline_bound_s(micro_batch_s: float, pp: int, micro_batches: int) -> float:
