@@ -31,6 +31,7 @@ from planner.inputs import (
     guess_target,
     moved_to,
     on_device_of,
+    paths_of,
     takes_target,
     with_values,
 )
@@ -40,7 +41,8 @@ from planner.ir.program import Program
 from planner.ir.verify import verify_plan
 from planner.lower import lower
 from planner.options import Progress, Request, cast_model, check_gpus, check_request, dtype_to_trace
-from planner.parallel import OptimizerFactory, Parallel
+from planner.other_batch import other_program
+from planner.parallel import OptimizerFactory, OtherBatch, Parallel
 from planner.report.comparison import ComparisonRow
 from planner.report.verification import Verification
 from planner.single_device import dropout_modules_off, without_dropout
@@ -67,6 +69,7 @@ def auto_parallelize(
     loss_fn: Callable[..., torch.Tensor] | None = None,
     cluster: str | Path | Cluster = "auto",
     global_batch: int | None = None,
+    not_batched: Sequence[str] = (),
     optimizer: str = "adamw",
     precision: str | None = None,
     memory_limit: int | str | None = None,
@@ -86,10 +89,12 @@ def auto_parallelize(
     the kwargs). ``example_target``: loss_fn's target for that batch; without it its shape is found by trying.
 
     ``cluster``: a preset's name, a TOML path, or "auto", this machine, measured (a few seconds, kept). ``global_batch``:
-    rows of one step, if not those of the example. ``optimizer``: adamw, sgd or sgd-momentum, for its cost; the one that
-    trains is passed to ``train``. ``precision``: fp32, bf16, fp16 or fp64; default: as the model is. ``memory_limit``:
-    bytes of one device, or '40GB'; default: what the cluster's device has. ``strategy``: "auto", or a hand-picked one
-    (planner.strategies). ``time_limit``: seconds for the search; the best plan so far comes back with its gap. ``plan``: an
+    rows of one step, if not those of the example; later batches may have other numbers of rows. ``not_batched``: names of
+    arguments whose dim 0 is not the batch though it is as long, such as a mask [T, T]. ``optimizer``: adamw, sgd or
+    sgd-momentum, for its cost; the one that trains is passed to ``train``. ``precision``: fp32, bf16, fp16 or fp64; default:
+    as the model is. ``memory_limit``: bytes of one device, or '40GB'; default: what the cluster's device has.
+    ``strategy``: "auto", or a hand-picked one (planner.strategies). ``time_limit``: seconds for the search; the best plan
+    so far comes back with its gap. ``plan``: an
     earlier plan, or its path, to run instead of searching.
 
     A module that cannot be traced runs as it is, as one operator on the whole batch. ``samplewise``: paths of such modules
@@ -105,7 +110,18 @@ def auto_parallelize(
 
     def prepare(count: int | None) -> _Prepared:
         request = check_request(
-            count, loss_fn, cluster, optimizer, precision, memory_limit, strategy, time_limit, seed, plan, progress
+            count,
+            loss_fn,
+            cluster,
+            optimizer,
+            precision,
+            memory_limit,
+            strategy,
+            time_limit,
+            seed,
+            plan,
+            progress,
+            not_batched,
         )
         if request.cluster is None and request.plan is None and (world is None or world.size == 1):
             check_gpus(request.gpus)
@@ -123,29 +139,47 @@ def auto_parallelize(
         check_gpus(prepared.plan.mesh.size)
         return LocalRanks.start(prepared.plan.mesh.size, timeout_s=COLLECTIVE_TIMEOUT_S)
 
-    return Parallel(model, prepared.plan, prepared.program, prepared.form, start=start)
+    return Parallel(
+        model, prepared.plan, prepared.program, prepared.form, start=start, other_batch=prepared.other_batch
+    )
 
 
 def _of_rank(model: torch.nn.Module, world: World, prepare: Callable[[], _Prepared]) -> Parallel:
     """This process as a rank of ``world``: rank 0 prepares, and all get what it made, or its error."""
     device = init_world(world, timeout_s=COLLECTIVE_TIMEOUT_S)
+    first: list[_Prepared] = []
+
+    def make() -> dict[str, Any]:
+        first.append(prepare())
+        (made,) = first
+        return {"plan": made.plan.to_json(), "program": made.program.to_dict(), "form": dict(made.form.entries)}
+
+    def other_batch(batch: Batch, rows: int, fixed: tuple[str, ...]) -> Program:
+        made = _of_rank_0(world, lambda: {"program": first[0].other_batch(batch, rows, fixed).to_dict()})
+        return Program.from_dict(made["program"])
+
+    shared = _of_rank_0(world, make)
+    rank = Rank(rank=world.rank, world_size=world.size, device=device, timeout_s=COLLECTIVE_TIMEOUT_S)
+    program, form = Program.from_dict(shared["program"]), BatchForm(shared["form"])
+    return Parallel(model, Plan.from_json(shared["plan"]), program, form, rank=rank, other_batch=other_batch)
+
+
+def _of_rank_0(world: World, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What ``make`` returns on rank 0, on every rank, as JSON; an error is raised on all."""
     mine: dict[str, Any] | None = None
     failure: Exception | None = None
     if world.rank == 0:
         try:
-            made = prepare()
-            mine = {"plan": made.plan.to_json(), "program": made.program.to_dict(), "form": dict(made.form.entries)}
+            mine = make()
         except Exception as error:
             failure = error
             mine = {"error": str(error), "kind": type(error).__name__}
-    shared = json.loads(share_bytes(json.dumps(mine).encode() if mine is not None else None))
+    shared: dict[str, Any] = json.loads(share_bytes(json.dumps(mine).encode() if mine is not None else None))
     if failure is not None:
         raise failure
     if "error" in shared:
         raise _error_of(shared["kind"], shared["error"])
-    rank = Rank(rank=world.rank, world_size=world.size, device=device, timeout_s=COLLECTIVE_TIMEOUT_S)
-    program, form = Program.from_dict(shared["program"]), BatchForm(shared["form"])
-    return Parallel(model, Plan.from_json(shared["plan"]), program, form, rank=rank)
+    return shared
 
 
 def _error_of(kind: str, message: str) -> MeshwrightError:
@@ -171,6 +205,7 @@ def compare(
     loss_fn: Callable[..., torch.Tensor] | None = None,
     cluster: str | Path | Cluster = "auto",
     global_batch: int | None = None,
+    not_batched: Sequence[str] = (),
     optimizer: str = "adamw",
     precision: str | None = None,
     memory_limit: int | str | None = None,
@@ -190,7 +225,18 @@ def compare(
     if measure and world is not None and world.size > 1:
         raise BadInput("compare(measure=True) starts ranks of its own; run it in a plain script, not under torchrun")
     request = check_request(
-        gpus, loss_fn, cluster, optimizer, precision, memory_limit, "auto", time_limit, seed, None, progress
+        gpus,
+        loss_fn,
+        cluster,
+        optimizer,
+        precision,
+        memory_limit,
+        "auto",
+        time_limit,
+        seed,
+        None,
+        progress,
+        not_batched,
     )
     if measure or request.cluster is None:
         check_gpus(request.gpus)
@@ -283,6 +329,7 @@ class _Prepared:
     plan: Plan
     program: Program
     form: BatchForm
+    other_batch: OtherBatch
 
 
 def _prepare(
@@ -300,7 +347,15 @@ def _prepare(
             plan = plan_by_hand(Evaluator(problem), request.strategy)
     verify_plan(plan, traced.graph)
     request.say("lowering")
-    return _Prepared(plan, lower(traced.graph, plan), BatchForm.of(example))
+    program = lower(traced.graph, plan)
+
+    def other_batch(batch: Batch, rows: int, fixed: tuple[str, ...]) -> Program:
+        def again() -> Graph:
+            return _trace_batch(model, batch, request, rows, samplewise, fixed)[0].graph
+
+        return other_program(program, plan, traced.graph, rows, again)
+
+    return _Prepared(plan, program, BatchForm.of(example), other_batch)
 
 
 def _traced(
@@ -312,7 +367,19 @@ def _traced(
     inputs, kwargs, target, rows = batch
     if rows is None and request.plan is not None:
         rows = request.plan.global_batch
-    example = example_batch(model, inputs, kwargs, target, rows)
+    example = example_batch(model, inputs, kwargs, target, rows, request.not_batched)
+    fixed = paths_of(model, example, request.not_batched)
+    return _trace_batch(model, example, request, rows, samplewise, fixed)
+
+
+def _trace_batch(
+    model: torch.nn.Module,
+    example: Batch,
+    request: Request,
+    rows: int | None,
+    samplewise: bool | Sequence[str],
+    not_batched: tuple[str, ...],
+) -> tuple[Traced, Batch]:
     dtype, weights = dtype_to_trace(model, request), None
     if dtype is not None:
         model, weights, example = cast_model(model, dtype), model, cast(example, dtype)
@@ -322,7 +389,7 @@ def _traced(
         example, stand_ins = replace(example, target=guessed), replace(stand_ins, target=guessed)
     request.say("tracing the model")
     with _without_collection():
-        traced = trace(model, stand_ins, request.loss_fn, rows, samplewise, real, weights)
+        traced = trace(model, stand_ins, request.loss_fn, rows, samplewise, real, weights, not_batched)
         return replace(traced, graph=with_discovered_rules(traced.graph)), example
 
 
@@ -424,8 +491,8 @@ def _verifier(
 
 _OPTIONS: Mapping[str, Any] = {
     "example_inputs": None, "example_kwargs": None, "example_target": None, "loss_fn": None, "cluster": "auto",
-    "global_batch": None, "optimizer": "adamw", "precision": None, "memory_limit": None, "time_limit": None, "seed": 0,
-    "progress": None, "samplewise": (),
+    "global_batch": None, "not_batched": (), "optimizer": "adamw", "precision": None, "memory_limit": None,
+    "time_limit": None, "seed": 0, "progress": None, "samplewise": (),
 }  # fmt: skip
 
 

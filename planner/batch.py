@@ -76,7 +76,7 @@ def check_count(rows: int, dp: int, micro_batches: int) -> None:
         most = rows // dp
         remedy = f"use at least {dp * micro_batches} rows"
         if most:
-            remedy += f", or at most {most} micro-batch{'es' if most > 1 else ''} (mb={most})"
+            remedy += f", or plan with at most {most} micro-batch{'es' if most > 1 else ''} (mb={most})"
         raise BadInput(
             f"a batch of {rows} cannot be cut into {dp} data-parallel shards (dp) of {micro_batches} micro-batches (mb); {remedy}"
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from planner.errors import BadInput, TraceError
 from planner.ir.program import InputSpec, spoken
-from planner.trace import Batch
+from planner.trace import Batch, is_among
 from planner.trace_failure import quietly, trace_failure
 from planner.trace_guards import attributes_kept
 from planner.trace_record import real_output
@@ -41,8 +41,12 @@ def example_batch(
     example_kwargs: Mapping[str, Any] | None = None,
     example_target: Any = None,
     global_batch: int | None = None,
+    not_batched: Collection[str] = (),
 ) -> Batch:
-    """One global batch. Raises BadInput saying what to pass when none can be found."""
+    """One global batch. Raises BadInput saying what to pass when none can be found.
+
+    ``not_batched``: names of arguments that ``global_batch`` leaves as they are.
+    """
     if example_kwargs is not None and not isinstance(example_kwargs, Mapping):
         raise BadInput(
             f"example_kwargs is a {type(example_kwargs).__name__}; pass a dict of the model's keyword arguments"
@@ -57,7 +61,26 @@ def example_batch(
     else:
         batch = _from_model(model, example_target, global_batch or DEFAULT_ROWS)
     register_dataclasses((batch.args, dict(batch.kwargs), batch.target))
-    return batch if global_batch is None else resized(batch, global_batch)
+    return batch if global_batch is None else resized(batch, global_batch, paths_of(model, batch, not_batched))
+
+
+def paths_of(model: torch.nn.Module, batch: Batch, names: Collection[str]) -> tuple[str, ...]:
+    """Key paths in (args, kwargs, target) of the model's arguments called ``names``; 'target' is that of loss_fn.
+
+    Raises BadInput when there is no such argument.
+    """
+    parameters = [p for p in inspect.signature(model.forward).parameters.values() if p.kind in _POSITIONAL]
+    places = {p.name: f"[0][{i}]" for i, p in enumerate(parameters[: len(batch.args)])}
+    places |= {name: f"[1][{name!r}]" for name in batch.kwargs}
+    if batch.target is not None:
+        places.setdefault("target", "[2]")
+    for name in names:
+        if name not in places:
+            raise BadInput(f"not_batched names {name!r}, which the example does not hold; it holds {', '.join(places)}")
+    return tuple(places[name] for name in names)
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def arguments_of(inputs: Any, target: Any = None) -> Batch:
@@ -92,28 +115,30 @@ def _from_model(model: torch.nn.Module, target: Any, rows: int) -> Batch:
     )
 
 
-def rows_of(batch: Batch) -> int | None:
-    """Dim 0 of the first tensor that has one."""
-    for leaf in pytree.tree_leaves((batch.args, dict(batch.kwargs), batch.target)):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+def rows_of(batch: Batch, not_batched: Collection[str] = ()) -> int | None:
+    """Dim 0 of the first tensor that has one, but for those at the key paths ``not_batched``."""
+    for path, leaf in _leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and not is_among(path, not_batched):
             return int(leaf.shape[0])
     return None
 
 
-def resized(batch: Batch, rows: int) -> Batch:
+def resized(batch: Batch, rows: int, not_batched: Collection[str] = ()) -> Batch:
     """``batch`` with ``rows`` rows: rows are repeated or dropped in every tensor whose dim 0 is the batch."""
-    present = rows_of(batch)
+    present = rows_of(batch, not_batched)
     if present is None or present == rows:
         return batch
 
-    def resize(value: Any) -> Any:
+    def resize(path: Any, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape[0] != present:
+            return value
+        if is_among(pytree.keystr(path), not_batched):
             return value
         if value.device.type == "meta":
             return value.new_empty((rows, *value.shape[1:]))
         return value[torch.arange(rows) % present]
 
-    args, kwargs, target = pytree.tree_map(resize, (batch.args, dict(batch.kwargs), batch.target))
+    args, kwargs, target = pytree.tree_map_with_path(resize, (batch.args, dict(batch.kwargs), batch.target))
     return Batch(args, kwargs, target)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ class Request:
     seed: int
     plan: Plan | None
     progress: Progress | None
+    not_batched: tuple[str, ...] = ()
 
     def say(self, what: str) -> None:
         if self.progress is not None:
@@ -57,6 +58,7 @@ def check_request(
     seed: int,
     plan: Plan | str | Path | None,
     progress: Progress | None,
+    not_batched: Sequence[str] = (),
 ) -> Request:
     """The options as a Request. Raises BadInput, or InvalidPlan, at the first that cannot be used."""
     made = None if plan is None else plan if isinstance(plan, Plan) else _load_plan(plan)
@@ -92,7 +94,14 @@ def check_request(
         seed,
         made,
         progress,
+        _names(not_batched),
     )
+
+
+def _names(given: Any) -> tuple[str, ...]:
+    if not isinstance(given, tuple | list) or not all(isinstance(name, str) for name in given):
+        raise BadInput(f"not_batched={given!r}; pass names of the model's arguments, such as ('mask',)")
+    return tuple(given)
 
 
 def _load_plan(plan: Any) -> Plan:

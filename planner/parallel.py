@@ -20,6 +20,7 @@ from planner.errors import BadInput
 from planner.inputs import BatchForm, arguments_of
 from planner.ir.plan import Plan
 from planner.ir.program import Program
+from planner.other_batch import other_rows, unchanged_paths
 from planner.trace import Batch, tensors_by_target
 from runtime.batch import check_batch
 from runtime.checkpoint import check_checkpoint
@@ -30,6 +31,8 @@ from runtime.worker import Rank
 from runtime.world import share_tensors
 
 OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+# (batch, its rows, key paths of inputs that are no longer or shorter) -> the program for it.
+OtherBatch = Callable[[Batch, int, tuple[str, ...]], Program]
 Named = dict[str, torch.Tensor | None]
 # Columns of the plan as text.
 NARROWEST, WIDTH = 60, 100
@@ -54,7 +57,9 @@ class Parallel:
         *,
         start: Callable[[], LocalRanks] | None = None,
         rank: Rank | None = None,
+        other_batch: OtherBatch | None = None,
     ) -> None:
+        """``other_batch``: makes the program for another number of rows; without it, only those of the plan run."""
         self.plan = plan
         self.program = program
         self._model = model
@@ -62,6 +67,8 @@ class Parallel:
         self._start = start
         self._ranks: LocalRanks | None = None
         self._rank = rank
+        self._other_batch = other_batch
+        self._others: dict[int, Program] = {}
         self._loaded = False
         self._closed = False
         self._has_optimizer = False
@@ -73,7 +80,9 @@ class Parallel:
         """Run all micro-batches of one global batch; returns the loss, as the unsplit model would compute it.
 
         ``args`` and ``kwargs`` as the model takes them, ``target`` as loss_fn does, whole. Gradients accumulate, as by
-        ``loss.backward()``. Raises BadInput when shapes or dtypes are not those of the example.
+        ``loss.backward()``. The number of rows may differ from the example's; the first batch of a new size traces the model
+        again, with that many rows. Raises BadInput when other sizes or dtypes are not those of the example, or when there
+        are too few rows for the plan.
         """
         tensors = self._tensors(Batch(args, kwargs, target))
         self._step += 1
@@ -317,8 +326,19 @@ class Parallel:
     def _tensors(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The program's inputs, by name, from what the user passed; refused here, they leave the ranks as they were."""
         tensors = self._form.tensors(batch, self.program.inputs)
-        check_batch(self.program, tensors)
+        check_batch(self._program_for(batch, tensors), tensors)
         return tensors
+
+    def _program_for(self, batch: Batch, tensors: Mapping[str, torch.Tensor]) -> Program:
+        """The plan's program, or that for the number of rows of ``batch``, which the ranks are given the first time."""
+        rows = other_rows(self.program, tensors)
+        if rows is None or self._other_batch is None:
+            return self.program
+        if rows not in self._others:
+            program = self._other_batch(batch, rows, unchanged_paths(self.program, tensors))
+            self._call("add_batch_size", program=program if self._rank is not None else program.to_dict())
+            self._others[rows] = program
+        return self._others[rows]
 
 
 def _repeated(batches: Iterable[Any], steps: int | None) -> Iterator[Any]:

@@ -128,8 +128,9 @@ def trace(
     samplewise: Any = (),
     example: Batch | None = None,
     weights: torch.nn.Module | None = None,
+    not_batched: Collection[str] = (),
 ) -> Traced:
-    """Trace one training step.
+    """Trace one training step. ``not_batched``: key paths of inputs whose dim 0 is not the batch, however long it is.
 
     A module that cannot be traced is kept as one operator, where one forward pass on real tensors can tell what it takes
     and gives. ``samplewise``: paths of such modules (patterns; True: all) that treat each row of the batch alone.
@@ -142,7 +143,7 @@ def trace(
     register_dataclasses((batch.args, dict(batch.kwargs), batch.target))
     alone = opaque.check_samplewise(model, samplewise)
     arguments = pytree.tree_map(_stand_in, (batch.args, dict(batch.kwargs), batch.target))
-    size = global_batch or batch_size(arguments)
+    size = global_batch or batch_size(arguments, not_batched)
     kept = opaque.known_from_the_start(model)
     first: Untraceable | None = None
     for _ in range(MOST_TRACES):
@@ -158,7 +159,7 @@ def trace(
             standing_in = partial(opaque.standing_in, model, calls, alone, size)
             step = _Step(model, loss_fn, notes.append, standing_in)
             with attributes_kept(model):
-                traced = _to_graph(model, _export(step, arguments), arguments, size)
+                traced = _to_graph(model, _export(step, arguments), arguments, size, not_batched)
         except Untraceable as error:
             first = first or error
             path = opaque.blamed(error, model, kept)
@@ -189,10 +190,15 @@ def _stand_in(value: Any) -> Any:
     return torch.empty_like(value, requires_grad=False) if isinstance(value, torch.Tensor) else value
 
 
-def batch_size(arguments: Any) -> int:
+def is_among(path: str, paths: Collection[str]) -> bool:
+    """Whether a key path is one of ``paths``, or inside it."""
+    return any(path == each or path.startswith((each + "[", each + ".")) for each in paths)
+
+
+def batch_size(arguments: Any, not_batched: Collection[str] = ()) -> int:
     """Dim 0 of the first tensor with a dim."""
-    for leaf in pytree.tree_leaves(arguments):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+    for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and not is_among(pytree.keystr(path), not_batched):
             return int(leaf.shape[0])
     raise BadInput("the example batch holds no tensor with a batch dim; pass example_inputs=(tensor, ...)")
 
@@ -244,9 +250,13 @@ def _detach_no_grad_regions(exported: torch.export.ExportedProgram) -> None:
 
 
 def _to_graph(
-    model: torch.nn.Module, exported: torch.export.ExportedProgram, arguments: tuple[Any, ...], size: int
+    model: torch.nn.Module,
+    exported: torch.export.ExportedProgram,
+    arguments: tuple[Any, ...],
+    size: int,
+    not_batched: Collection[str],
 ) -> Traced:
-    leaves, paths = _leaves(model, exported, arguments, size)
+    leaves, paths = _leaves(model, exported, arguments, size, not_batched)
     reader = _Reader({leaf.name: leaf.value for leaf in leaves.values()})
     for placeholder, leaf in leaves.items():
         reader.names[placeholder] = leaf.name
@@ -289,7 +299,11 @@ def _strip(target: str | None) -> str:
 
 
 def _leaves(
-    model: torch.nn.Module, exported: torch.export.ExportedProgram, arguments: tuple[Any, ...], size: int
+    model: torch.nn.Module,
+    exported: torch.export.ExportedProgram,
+    arguments: tuple[Any, ...],
+    size: int,
+    not_batched: Collection[str],
 ) -> tuple[dict[str, Leaf], dict[str, str]]:
     """Placeholder name -> Leaf; placeholders of one shared parameter map to one Leaf."""
     names_of: dict[Any, list[str]] = {}
@@ -335,7 +349,7 @@ def _leaves(
                 continue
             name = unique(_input_name(path))
             value = _value(name, fake, False)
-            batched = fake.dim() > 0 and int(fake.shape[0]) == size
+            batched = fake.dim() > 0 and int(fake.shape[0]) == size and not is_among(path, not_batched)
             leaves[placeholder] = Leaf("input", path, value, batched=batched)
             paths[name] = path
         else:

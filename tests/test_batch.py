@@ -315,7 +315,8 @@ def test_micro_batches_one_after_another(name: str) -> None:
 def test_fewer_rows_than_pieces() -> None:
     graph = graph_of("mean")[0].graph
     with pytest.raises(
-        BadInput, match=r"a batch of 8 .* 3 data-parallel shards \(dp\) of 4 .* at least 12 rows, or at most 2 "
+        BadInput,
+        match=r"a batch of 8 .* 3 data-parallel shards \(dp\) of 4 .* at least 12 rows, or plan with at most 2 ",
     ):
         split_batch(graph, 3, 4)
     with pytest.raises(BadInput, match="use at least 9 rows$"):

@@ -109,9 +109,12 @@ def test_what_cannot_be_read(text: str, message: str) -> None:
         ("pp16", r"strategy 'pp16' asks for 16 stages, but the model has only (\d) segments .*; use at most pp\1"),
         (
             "pp4.dp4 mb=4",
-            r"a batch of 8 cannot be cut into 4 .* of 4 .*; use at least 16 rows, or at most 2 micro-b.* \(mb=2\)",
+            r"a batch of 8 cannot be cut into 4 .* of 4 .*; use at least 16 rows, or plan with at most 2 micro-b.* \(mb=2\)",
         ),
-        ("pp4.tp4 mb=9", r"a batch of 8 cannot be cut .* use at least 9 rows, or at most 8 micro-batches \(mb=8\)"),
+        (
+            "pp4.tp4 mb=9",
+            r"a batch of 8 cannot be cut .* use at least 9 rows, or plan with at most 8 micro-batches \(mb=8\)",
+        ),
         (
             "pp4.tp4 mb=2 schedule=1f1b",
             r"1f1b needs at least as many micro-batches as stages \(4\); use mb=4 or more, or",
