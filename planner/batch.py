@@ -23,7 +23,7 @@ from planner.ir.graph import MODULE, Graph, Node
 from planner.ir.layout import COMMUNICATING, REPLICATED, Pair, conversion, shard
 from planner.ir.mesh import MICRO, deal, in_lowest_terms
 from planner.segments import main_nodes
-from planner.shard import Sharded, is_shared, target_pair
+from planner.shard import Sharded, conversion_moves, is_shared, target_pair
 from planner.shard import shard as shard_graph
 from planner.sharding_rules import Strategy, rule_of, strategies
 from planner.sharding_rules.cuts import find_cuts
@@ -92,6 +92,9 @@ def _split(graph: Graph, dp: int, micro_batches: int) -> BatchSplit:
         done = {rows: _shard(graph, "dp", shares, rows, over_dp) for rows in dict.fromkeys(shares)}
         ranks = {rows: each.graph for rows, each in done.items()}
         dp_partial = done[shares[0]].loss.value.kind == "P"
+        whole = _without(graph, _inputs_read_whole(done[shares[0]].graph))
+        if whole is not graph and _apart(whole, shares) > _apart(graph, shares):
+            return _split(whole, dp, micro_batches)
     if micro_batches == 1:
         pieces = tuple(Piece(rows, rows, local) for rows, local in ranks.items())
         return BatchSplit(pieces, over_dp, dp_partial, micro_partial)
@@ -134,20 +137,36 @@ def _without_false_batches(graph: Graph, error: _Coupled, micro_batches: int) ->
 
     Raises ``error`` where there are none, or where cutting them is what lets the samples be worked on apart.
     """
-    if not error.inputs:
-        raise BadInput(str(error))
-    leaves = tuple(replace(leaf, batched=leaf.batched and leaf.name not in error.inputs) for leaf in graph.leaves)
-    changed = replace(graph, leaves=leaves)
-    before, after = (_apart(g, micro_batches) for g in (graph, changed))
-    if not after or after < before:
+    changed = _without(graph, error.inputs)
+    parts = deal(graph.batch_size, micro_batches)
+    after = _apart(changed, parts)
+    if changed is graph or not after or after < _apart(graph, parts):
         raise BadInput(str(error))
     return changed
 
 
-def _apart(graph: Graph, micro_batches: int) -> int:
-    """How many operators with a gradient work on a part of the batch."""
-    parts = in_lowest_terms(deal(graph.batch_size, micro_batches))
-    chosen = batch_strategies(graph, sum(parts), time=True)
+def _without(graph: Graph, inputs: frozenset[str]) -> Graph:
+    """``graph`` whose ``inputs`` are not cut."""
+    if not inputs:
+        return graph
+    leaves = tuple(replace(leaf, batched=leaf.batched and leaf.name not in inputs) for leaf in graph.leaves)
+    return replace(graph, leaves=leaves)
+
+
+def _inputs_read_whole(graph: Graph) -> frozenset[str]:
+    """Inputs cut on dp that are put together again, or padded, before they meet a weight."""
+    found: frozenset[str] = frozenset()
+    for node in graph.nodes:
+        if node.op == "convert" and node.args[1] == "dp" and is_shared(graph, node.operands[0]):
+            _, forward, _ = conversion_moves(node)
+            if forward in ("all_gather", "all_to_all", "pad"):
+                found |= _inputs_behind(graph, node)
+    return found
+
+
+def _apart(graph: Graph, parts: tuple[int, ...]) -> int:
+    """How many operators with a gradient work on one of ``parts`` of the batch."""
+    chosen = batch_strategies(graph, sum(in_lowest_terms(parts)), time=False)
     return sum(node.output.differentiable and bool(chosen[node.name].letter) for node in graph.nodes)
 
 

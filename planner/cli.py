@@ -82,6 +82,7 @@ def _planning_options(command: Command) -> Command:
     options = [
         click.option("--cluster", default="auto", show_default=True, help="Preset, TOML file, or auto: this machine."),
         click.option("--global-batch", type=click.IntRange(min=1), help="Samples in one step over all devices."),
+        click.option("--not-batched", multiple=True, help="Argument whose dim 0 is not the batch; may be repeated."),
         click.option("--sequence-length", type=click.IntRange(min=1), help="Tokens of a sample."),
         click.option("--precision", help="fp32, bf16, fp16 or fp64."),
         click.option("--memory-limit", type=_Size(), help="Memory of one device to stay within, as 40GB or 24GiB."),

@@ -19,16 +19,25 @@ from planner.lower import lower
 
 
 def other_rows(program: Program, tensors: Mapping[str, torch.Tensor]) -> int | None:
-    """The rows of a batch that differs from the one of ``program`` in its number of rows alone; None for any other."""
-    found: set[int] = set()
+    """The rows of a batch that differs from the one of ``program`` in its number of rows alone; None for any other.
+
+    Raises BadInput when its tensors have different numbers of rows.
+    """
+    rows: dict[str, int] = {}
     for spec in program.inputs:
         shape = tuple(tensors[spec.name].shape)
-        if shape == spec.shape:
-            continue
-        if not spec.follows_batch or len(shape) != len(spec.shape) or shape[1:] != spec.shape[1:]:
+        if spec.follows_batch and len(shape) == len(spec.shape) and shape[1:] == spec.shape[1:]:
+            rows[spec.label] = shape[0]
+        elif shape != spec.shape:
             return None
-        found.add(shape[0])
-    return found.pop() if len(found) == 1 else None
+    different = {count: label for label, count in reversed(rows.items())}
+    if len(different) > 1:
+        (count, label), (other, second) = sorted(different.items(), key=lambda item: list(rows).index(item[1]))[:2]
+        raise BadInput(
+            f"{label} has {count} rows, {second} {other}; they were one batch in the example, of {program.batch_size} rows. If "
+            "dim 0 of one of them is not the batch, name it in not_batched=(...) when planning"
+        )
+    return next((count for count in different if count != program.batch_size), None)
 
 
 def unchanged_paths(program: Program, tensors: Mapping[str, torch.Tensor]) -> tuple[str, ...]:

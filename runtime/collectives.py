@@ -100,12 +100,12 @@ def move(x: torch.Tensor, axis: Axis, source: Placement, target: Placement) -> t
             return part(x, target, axis.shares or axis.size, axis.index).clone(memory_format=torch.contiguous_format)
         if name == "keep":
             return x if axis.index == 0 else torch.zeros_like(x, memory_format=torch.contiguous_format)
-        if name == "pad":
-            return _pad(x, axis, source)
         if name == "all_reduce":
             return all_reduce(x, (axis,))
-        if axis.shares and name != "all_reduce":
+        if axis.shares:
             return _move_unequal(x, axis, source, target)
+        if name == "pad":
+            return _pad(x, axis, source)
         if name == "all_gather":
             return _join(all_gather(x, axis), source)
         if name == "reduce_scatter":

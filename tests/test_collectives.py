@@ -77,6 +77,48 @@ def all_conversions(rank: int, size: int) -> None:
     assert not frozen.requires_grad and frozen.tolist() == [size, size]
 
 
+SHARES = {2: (4, 3), 3: (2, 2, 1)}
+
+
+def dealt(whole: torch.Tensor, placement: Placement, rank: int, size: int) -> torch.Tensor:
+    """What ``rank`` holds where shares differ, by plain slicing."""
+    if placement.kind != "S":
+        return local_of(whole, placement, rank, size, 1)
+    shares, found = SHARES[size], []
+    for chunk in whole.chunk(placement.outer, placement.dim):
+        unit = chunk.shape[placement.dim] // sum(shares)
+        found.append(chunk.narrow(placement.dim, unit * sum(shares[:rank]), unit * shares[rank]))
+    return torch.cat(found, placement.dim)
+
+
+def unequal_conversions(rank: int, size: int) -> None:
+    axis = Axis("dp", size, rank, dist.group.WORLD, SHARES[size])
+    length = sum(SHARES[size]) * 2
+    generator = torch.Generator().manual_seed(0)
+    value, gradient = (torch.randn(length, length, 3, generator=generator, dtype=torch.float64) for _ in range(2))
+    pairs = [WHOLE, PARTIAL, REPLICATED, shard(0), shard(1), shard(0, 2), shard(1, 2)]
+
+    def check(found: torch.Tensor, placement: Placement, whole: torch.Tensor, what: str) -> None:
+        if placement.kind == "P":
+            found, placement = whole_of(found, placement, size), WHOLE.value
+        torch.testing.assert_close(found, dealt(whole, placement, rank, size), msg=lambda text: f"{what}: {text}")
+
+    for f, t in itertools.product(pairs, pairs):
+        x = dealt(value, f.value, rank, size).clone().requires_grad_()
+        y = convert(x, axis, f"{f} -> {t}")
+        assert y.is_contiguous()
+        check(y.detach(), t.value, value, f"{f} -> {t}")
+        y.backward(dealt(gradient, t.gradient, rank, size))
+        assert x.grad is not None
+        check(x.grad, f.gradient, gradient, f"back {f} -> {t}")
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("size", SHARES)
+def test_every_conversion_between_unequal_shares(size: int) -> None:
+    run_ranks(unequal_conversions, size)
+
+
 @pytest.mark.gloo
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_conversion_equals_the_whole_tensor(size: int) -> None:
