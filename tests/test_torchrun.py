@@ -80,6 +80,21 @@ parallel("auto", seed=0, progress=broken)
 """
 
 
+OTHER_SIZES = """
+found = {}
+for strategy in ("fsdp", "pp2 mb=2"):
+    made, batch = parallel(strategy, seed=rank)
+    (tokens,), targets = batch.inputs, batch.target
+    losses = [made.forward_backward(tokens[:rows], target=targets[:rows]) for rows in (8, 5, 8, 5)]
+    try:
+        made.forward_backward(tokens[:1], target=targets[:1])
+    except planner.errors.BadInput as error:
+        losses.append(str(error))
+    found[strategy] = losses
+(folder / f"{rank}.json").write_text(json.dumps(found))
+"""
+
+
 def torchrun(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
     script = folder / "script.py"
     script.write_text(COMMON + f"STRATEGIES, STEPS = {STRATEGIES}, {STEPS}\n" + body)
@@ -134,6 +149,19 @@ def test_ranks_of_torchrun_train_as_one_device(tmp_path: Path) -> None:
             close(tensors["weights"], adamw.model.state_dict())
             close(tensors["own"], sgd.model.state_dict())
             assert set(tensors["gradients"]) == {name for name, _ in sgd.model.named_parameters()}
+
+
+def test_batches_of_other_sizes(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, OTHER_SIZES)
+    assert done.returncode == 0, done.stderr
+    case = gpt_tied(torch.float64)
+    (tokens,), targets = case.inputs, case.target
+    assert case.loss_fn is not None
+    expected = [case.loss_fn(case.model(tokens[:rows]), targets[:rows]).item() for rows in (8, 5, 8, 5)]
+    for rank in range(2):
+        for losses in json.loads((tmp_path / f"{rank}.json").read_text()).values():
+            assert losses[:4] == pytest.approx(expected, rel=1e-9)
+            assert losses[4].startswith("a batch of 1 cannot be cut")
 
 
 def test_an_error_in_planning_reaches_every_rank_and_ends_the_job(tmp_path: Path) -> None:
