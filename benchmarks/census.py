@@ -60,6 +60,7 @@ def cells_of(name: str, strategies: Sequence[str]) -> Iterator[Cell]:
     import torch
 
     from planner.errors import BadInput, MeshwrightError, TraceError
+    from planner.report.verification import error_words
     from planner.single_device import without_dropout
     from planner.trace import Batch, trace
     from planner.verification import Case, Verifier
@@ -84,12 +85,10 @@ def cells_of(name: str, strategies: Sequence[str]) -> Iterator[Cell]:
             since = time.perf_counter()
             found = verifier.outcome(strategy, lambda strategy=strategy: make_plan(strategy))  # type: ignore[misc]
             reason = _one_line(found.reason)
-            if found.outcome == "unequal" and found.first is not None and found.cause is not None:
-                operators = "; ".join(found.cause.operators)
-                reason = (
-                    f"{found.first.kind} of {found.first.name} is {found.first.error:.1e} off; {operators}: "
-                    + _one_line(f"{found.cause.what}, {found.cause.why}")
-                )
+            if found.first is not None and found.cause is not None:
+                spoken = f"{found.first.kind} of {found.first.name}: {error_words(found.first.error)}"
+                operators = f" ({'; '.join(found.cause.operators)})" if found.cause.operators else ""
+                reason = f"{spoken}; {found.cause.where}: {_one_line(found.cause.what)}{operators}; {_one_line(found.cause.why)}"
             worst = found.worst.error if found.worst is not None else None
             yield Cell(
                 name,
@@ -268,10 +267,11 @@ def markdown(cells: Sequence[Cell], strategies: Sequence[str]) -> str:
         "",
         f"**{summary(cells)}**",
         "",
-        f"{_versions()}; 4 ranks, processes on a CPU over gloo (2 for `pp2 mb=2`; `model`: a rank for each segment, at most 4);",
-        f"{minutes:.0f} minutes. Models run in float64 where their operators have it, so that what is allowed is",
-        "1e-9 of a tensor's largest entry, or 1e-5 where they compute in float32. A number leads to the reason below the table.",
-        "`error` is the largest of all tensors in the row.",
+        f"{_versions()}; {minutes:.0f} minutes.",
+        "4 ranks, processes on a CPU over gloo; 2 for `pp2 mb=2`; for `model` one for each segment of the model, at most 4.",
+        "Models run in float64 where their operators have it, so that what is allowed is 1e-9 of a tensor's largest entry,",
+        "or 1e-5 where they compute in float32. A number leads to the reason below the table; `error` is the largest of all",
+        "tensors in the row.",
         "",
         "| model | " + " | ".join(f"`{s}`" for s in strategies) + " | dtype | error |",
         "|---" * (len(strategies) + 3) + "|",
