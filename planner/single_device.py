@@ -1,12 +1,11 @@
 """The user's model trained for a few steps on one device, in this process: what every plan has to equal.
 
-The model is copied; its weights, buffers and gradients stay as they are. Dropout can be switched off around a run or a
-trace (``without_dropout``): on shards its masks are others than on one device, by design.
+The model is lent for the run: afterwards its weights, buffers, gradients and attributes are as before. Dropout can be
+switched off around a run or a trace (``without_dropout``): on shards its masks are others than on one device, by design.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from planner.errors import BadInput
-from planner.trace import Batch, find_loss
+from planner.trace import Batch, find_loss, storage_key
+from planner.trace_guards import attributes_kept
 
 OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 Named = Mapping[str, torch.Tensor | None]
@@ -37,18 +37,36 @@ class SingleDevice:
     last_buffers: Named
 
 
-def copy_of(model: torch.nn.Module, dtype: torch.dtype | None) -> torch.nn.Module:
-    """``model`` with tensors of its own, in ``dtype`` where one is given. Raises BadInput when it cannot be copied."""
-    if any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
+@contextmanager
+def borrowed(model: torch.nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Inside, ``model`` may be trained (in ``dtype``, where one is given); afterwards it is as it was.
+
+    It is the model itself, not a copy: ``loss_fn`` may know its weights. Its tensors get other memory for the time.
+    Raises BadInput when they have no values.
+    """
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
+    if any(t.device.type == "meta" for t in tensors):
         raise BadInput("the model is on meta and has no values to compare; build it with weights")
+    before = [(tensor, tensor.data, tensor.grad) for tensor in tensors]
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    lent: dict[Any, torch.Tensor] = {}  # tensors that share memory go on doing so
     try:
-        own = copy.deepcopy(model)
-    except Exception as error:
-        raise BadInput(
-            f"the model cannot be copied to run it beside the plan ({type(error).__name__}: {error}); "
-            "keep only parameters, buffers and plain values as its attributes"
-        ) from error
-    return own if dtype is None else own.to(dtype)
+        with attributes_kept(model), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            for tensor, data, _ in before:
+                key = storage_key(data)
+                if key not in lent:
+                    wanted = dtype if dtype is not None and data.is_floating_point() else data.dtype
+                    lent[key] = data.to(wanted, copy=True)
+                tensor.grad, tensor.data = None, lent[key]
+            yield
+    finally:
+        for module, own in buffers:
+            module._buffers.clear()
+            module._buffers.update(own)
+        for tensor, data, gradient in before:
+            tensor.grad = None
+            tensor.data = data
+            tensor.grad = gradient
 
 
 def train_on_one_device(
@@ -68,8 +86,6 @@ def train_on_one_device(
     losses: list[float] = []
     gradients: Named = {}
     buffers: Named = {}
-    for parameter in model.parameters():
-        parameter.grad = None
     for step in range(steps):
         updates.zero_grad(set_to_none=True)
         args, kwargs, target = pytree.tree_map(

@@ -116,6 +116,12 @@ class _Watch(TorchFunctionMode):
             raise TraceError(f"a tensor gets a hook, which tracing would drop; take it out of the model{place_here()}")
         if function is torch.Tensor.detach_:
             raise Untraceable(f"detach_() in place is not kept when tracing; write x = x.detach(){place_here()}")
+        if any(type(x) is torch.nn.Parameter and x.requires_grad for x in args):  # the model's own are stand-ins here
+            raise TraceError(
+                "the loss, or the model, uses a trainable tensor that is no parameter of the model planned, so it would stay "
+                "as it is; register it there. A loss_fn that knows the model's weights needs the model in the precision it "
+                f"is to train in (model.to(dtype)){place_here()}"
+            )
         if torch.is_inference_mode_enabled():
             raise Untraceable(f"inference_mode is not kept when tracing; write torch.no_grad(){place_here()}")
         return function(*args, **(kwargs or {}))

@@ -25,7 +25,7 @@ from planner.report.verification import Cause, ComparedTensor, Verification
 from planner.single_device import (
     OptimizerFactory,
     SingleDevice,
-    copy_of,
+    borrowed,
     dropout_modules_off,
     train_on_one_device,
     without_dropout,
@@ -133,9 +133,8 @@ class Verifier:
 
     def _cause(self, plan: Plan, kind: str, name: str) -> Cause:
         graph = self.case.traced.graph
-        model = copy_of(self.case.model, self.case.dtype) if self._has_modules else None
         with without_dropout():
-            return diagnose(graph, plan, self._leaves(), self.reference, (kind, name), self.tolerance, model)
+            return diagnose(graph, plan, self._leaves(), self.reference, (kind, name), self.tolerance, self.case.model)
 
     @property
     def _has_modules(self) -> bool:
@@ -156,9 +155,9 @@ class Verifier:
     # --- the two runs -------------------------------------------------------------------------------------------------
 
     def _on_one_device(self, optimizer: OptimizerFactory, steps: int) -> SingleDevice:
-        with without_dropout():
-            own = copy_of(self.case.model, self.case.dtype)
-            return train_on_one_device(own, self.case.batch, self.case.loss_fn, optimizer, steps)
+        model = self.case.model
+        with without_dropout(), borrowed(model, self.case.dtype):
+            return train_on_one_device(model, self.case.batch, self.case.loss_fn, optimizer, steps)
 
     def _under_plan(self, parallel: Parallel) -> SingleDevice:
         first = parallel.train([self.case.batch], self.optimizer, steps=1, progress=False)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from planner.equality import coarsest, distance, largest_error, loss_error, relative_errors
 from planner.errors import BadInput
-from planner.single_device import copy_of, dropout_modules_off, train_on_one_device, without_dropout
+from planner.single_device import borrowed, dropout_modules_off, train_on_one_device, without_dropout
 from planner.trace import Batch
 
 
@@ -165,10 +165,8 @@ def test_one_device_is_the_loop_a_person_writes() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     x, y = torch.randn(6, 3), torch.randn(6, 2)
     model[2].weight.requires_grad_(False)
-    own = copy_of(model, torch.float64)
-    assert own[0].weight.dtype == torch.float64 and model[0].weight.dtype == torch.float32
-    own = copy_of(model, None)
-    found = train_on_one_device(own, Batch((x,), {}, y), F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), 2)
+    with borrowed(model, None):
+        found = train_on_one_device(model, Batch((x,), {}, y), F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), 2)
     assert model[1].num_batches_tracked == 0 and model[0].weight.grad is None
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for step in range(2):
@@ -203,6 +201,44 @@ def test_nothing_is_equal_to_a_loss_that_is_not_finite() -> None:
         )  # fmt: skip
 
 
+class Remembering(nn.Module):
+    """Replaces a buffer, counts its calls, and shares memory between two weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([2.0]))
+        self.same = nn.Parameter(self.weight.data)
+        self.register_buffer("last", torch.zeros(1))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.last = self.last + 1
+        return (x * self.weight * self.same).sum() * torch.rand(()).add(1)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_a_borrowed_model_comes_back_as_it_was(dtype: torch.dtype | None) -> None:
+    model = Remembering()
+    model.weight.grad = gradient = torch.ones(1)
+    weight, buffer, memory = model.weight, model.last, model.weight.data_ptr()
+    state = torch.random.get_rng_state()
+    with pytest.raises(ZeroDivisionError), borrowed(model, dtype):
+        assert model.weight is weight and weight.dtype == (dtype or torch.float32) and weight.grad is None
+        assert weight.data_ptr() == model.same.data_ptr() != memory
+        model(torch.ones(1)).backward()
+        with torch.no_grad():
+            weight.add_(1)
+        assert model.calls == 1 and model.last == 1 and model.same == 3
+        raise ZeroDivisionError
+    assert model.calls == 0 and model.last is buffer and buffer == 0 and model.weight is weight
+    assert weight.grad is gradient and model.same.grad is None and weight.dtype == torch.float32
+    assert weight.data_ptr() == model.same.data_ptr() == memory and weight == 2
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
 def test_a_model_without_values_is_refused() -> None:
-    with torch.device("meta"), pytest.raises(BadInput, match="on meta"):
-        copy_of(nn.Linear(2, 2), None)
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(BadInput, match="on meta"), borrowed(model, None):
+        pass

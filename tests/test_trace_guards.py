@@ -190,3 +190,14 @@ def test_a_batch_norm_over_all_steps_runs_as_it_is() -> None:
     }  # fmt: skip
     assert "1 runs as one operator" in graph.notes[0] and "averages its statistics over all steps" in graph.notes[0]
     assert not trace(model.eval(), Batch((torch.randn(8, 4),), {}), lambda y: y.sum()).graph.notes
+
+
+def test_a_trainable_tensor_of_the_loss_is_refused() -> None:
+    scale = torch.nn.Parameter(torch.ones(4))
+    batch = Batch((torch.randn(8, 4),), {}, torch.randn(8, 4))
+    with pytest.raises(
+        TraceError, match="(?s)trainable tensor that is no parameter of the model planned.*test_trace_guards"
+    ):
+        trace(torch.nn.Linear(4, 4), batch, lambda y, t: torch.nn.functional.mse_loss(y * scale, t))
+    scale.requires_grad_(False)
+    trace(torch.nn.Linear(4, 4), batch, lambda y, t: torch.nn.functional.mse_loss(y * scale, t))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import planner
 from planner import api, sharding_rules, trace
 from planner.cli import cli
-from planner.errors import BadInput, RankFailed
+from planner.errors import BadInput, RankFailed, TraceError
 from planner.ir.graph import Graph, Node, Value
 from planner.ir.layout import REPLICATED, WHOLE
 from planner.report import Verification
@@ -110,6 +110,16 @@ def test_buffers_written_in_forward_are_compared_at_both_ends() -> None:
     names = [tensor.name for tensor in found.compared if tensor.kind == "buffer"]
     assert found.equal
     assert "1.running_mean, step 1" in names and "1.num_batches_tracked, step 3" in names
+
+
+def test_a_loss_that_knows_the_models_weights() -> None:
+    model, options = sequential()
+    options["loss_fn"] = lambda y, target: (
+        F.mse_loss(y, target) + 0.1 * sum(p.square().sum() for p in model.parameters())
+    )
+    assert planner.verify(model, 2, strategy="ddp", **options).equal
+    with pytest.raises(TraceError, match="trainable tensor that is no parameter of the model planned"):
+        planner.verify(model, 2, strategy="ddp", precision="fp64", **options)  # traced from a copy in float64
 
 
 # --- dropout and other random numbers ---------------------------------------------------------------------------------
