@@ -57,13 +57,18 @@ class StageRunner:
 
     def run(self, keywords: Sequence[Keywords]) -> torch.Tensor | None:
         """The sum of the losses; None where another stage has it. ``keywords[i]``: the arguments for micro-batch i."""
-        if self.feed is None:
-            return self._loop(keywords)
+        module = self.codes[0].module
+        module.finish_writes(keep=False)  # of a step that failed
+        total = self._loop(keywords) if self.feed is None else self._pipeline(self.feed, keywords)
+        module.finish_writes()
+        return total
+
+    def _pipeline(self, feed: _Feed, keywords: Sequence[Keywords]) -> torch.Tensor | None:
         numbers = torch.arange(self.micro_batches)
         losses: list[torch.Tensor] = []
-        self.feed.keywords = tuple(keywords)
+        feed.keywords = tuple(keywords)
         self.schedule.step(target=numbers, losses=losses, return_outputs=False, micro_batch=numbers)
-        self.feed.keywords = ()
+        feed.keywords = ()
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
 
     def _loop(self, keywords: Sequence[Keywords]) -> torch.Tensor:

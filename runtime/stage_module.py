@@ -70,6 +70,22 @@ class StageModule(_Owner):
     held: tuple[Held, ...]
     running: Code
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.__dict__["_writes"] = []
+
+    def write(self, buffer: torch.Tensor, value: torch.Tensor) -> None:
+        """Give ``buffer`` a new value once backward is done, which may still need the old one (recomputation does)."""
+        self.__dict__["_writes"].append((buffer, value.detach()))
+
+    def finish_writes(self, keep: bool = True) -> None:
+        """Do what ``write`` was asked for, or (``keep=False``) forget it."""
+        writes = self.__dict__["_writes"]
+        if keep:
+            for buffer, value in writes:
+                buffer.copy_(value)
+        writes.clear()
+
     def prologue(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """This micro-batch's global counts; a source without counts has none."""
         return ()

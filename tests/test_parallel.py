@@ -406,3 +406,30 @@ def test_compare_measures_on_ranks_of_its_own() -> None:
     assert [row.name for row in rows] == ["auto", "ddp", "model"]
     assert all(row.measured_step_time_s is not None and row.measured_step_time_s > 0 for row in rows)
     assert not any(row.refused for row in rows)
+
+
+class Decaying(nn.Module):
+    """Reads a buffer before and after it gives it a new value."""
+
+    decay: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("decay", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x) * self.decay)
+        self.decay = self.decay * 0.5
+        return self.second(torch.tanh(x) * self.decay)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("strategy", ["dp2", "dp2 recompute=full", "pp2 mb=1 recompute=full"])
+def test_backward_sees_a_buffer_as_forward_saw_it(strategy: str) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    found = planner.verify(
+        Decaying(), 2, strategy=strategy, example_inputs=(x,), example_target=y, loss_fn=F.mse_loss, cluster=CLUSTER
+    )
+    assert found.equal, str(found)

@@ -21,11 +21,12 @@ with the tensors it owns. The source defines one class a distinct segment and th
 The source starts with ``PREAMBLE``. ``tp`` and ``dp`` in it are ``runtime.collectives.Axis`` objects;
 ``convert(x, tp, "P:R -> R:R")`` is the one primitive for a conversion of planner.ir.layout.
 
-Rules a source keeps: buffers are written in ``Stage.forward`` (``self.running_mean.copy_(x)``), never inside a segment,
-which may run twice (recomputation); a tensor a segment returns is not changed in place; ``Stage.prologue`` reduces over
-dp itself. A stage that draws random numbers names ``rng`` among its inputs (``RNG``): an int64 tensor on the CPU of
-[seed, step, micro-batch], for ``dropout`` and ``seeded``. In a segment ``self.opaque(name, rng, site, states)(...)`` calls
-a module of the user's, as a function of its states, by ``StageProgram.modules``.
+Rules a source keeps: buffers are written by ``Stage.forward`` (``self.write(self.running_mean, x)``, done after
+backward), never inside a segment, which may run twice (recomputation); a tensor a segment returns is not changed in
+place; ``Stage.prologue`` reduces over dp itself. A stage that draws random numbers names ``rng`` among its inputs
+(``RNG``): an int64 tensor on the CPU of [seed, step, micro-batch], for ``dropout`` and ``seeded``. In a segment
+``self.opaque(name, rng, site, states)(...)`` calls a module of the user's, as a function of its states, by
+``StageProgram.modules``.
 
 Between processes a program travels as plain data: ``to_dict`` and ``from_dict``.
 """

@@ -258,7 +258,7 @@ def _stage_class(stage: StageText, chosen: list[_Class]) -> str:
         body.append(_statement(node, scope, stage.micro_batches, "0"))
     body += _calls(stage, chosen, scope)
     for buffer, value in stage.writes:
-        body.append(f"{scope(buffer)}.copy_({scope(value)})")
+        body.append(f"self.write({scope(buffer)}, {scope(value)})  # after backward")
     body.append(_return(stage, scope))
     uses_rng = any("rng" in line for line in body)
     named = keywords + (["rng"] if uses_rng else [])
