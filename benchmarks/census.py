@@ -249,8 +249,11 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def markdown(cells: Sequence[Cell], strategies: Sequence[str]) -> str:
-    """The table, one row a model; below it every reason once, with the cells it stands for."""
+def markdown(cells: Sequence[Cell], strategies: Sequence[str], kept: int = 0) -> str:
+    """The table, one row a model; below it every reason once, with the cells it stands for.
+
+    ``kept``: how many cells are those of earlier runs.
+    """
     by_place = {(cell.model, cell.strategy): cell for cell in cells}
     models = list(dict.fromkeys(cell.model for cell in cells))
     numbers: dict[tuple[str, str], int] = {}
@@ -272,6 +275,7 @@ def markdown(cells: Sequence[Cell], strategies: Sequence[str]) -> str:
         "Models run in float64 where their operators have it, so that what is allowed is 1e-9 of a tensor's largest entry,",
         "or 1e-5 where they compute in float32. A number leads to the reason below the table; `error` is the largest of all",
         "tensors in the row.",
+        *([f"{kept} cells were kept from runs of earlier versions of the code (`--cells`)."] if kept else []),
         "",
         "| model | " + " | ".join(f"`{s}`" for s in strategies) + " | dtype | error |",
         "|---" * (len(strategies) + 3) + "|",
@@ -367,6 +371,7 @@ def main(
     made = read_cells(kept) if kept is not None else []
     cells = {(cell.model, cell.strategy): cell for cell in made if cell.model in chosen and cell.strategy in names}
     left = [(name, [s for s in names if (name, s) not in cells]) for name in chosen]
+    earlier = len(cells)
     for cell in census([(name, missing) for name, missing in left if missing], timeout):
         cells[cell.model, cell.strategy] = cell
         if kept is not None:
@@ -375,7 +380,7 @@ def main(
         place = f"[{len(cells)}/{len(chosen) * len(names)}]"
         click.echo(f"{place} {cell.model} {cell.strategy}: {cell.outcome} {cell.seconds:.1f} s {cell.reason}", err=True)
     found = [cells[name, strategy] for name in chosen for strategy in names]
-    text = markdown(found, names)
+    text = markdown(found, names, earlier)
     if output is not None:
         output.write_text(text, encoding="utf-8")
     click.echo(text if output is None else summary(found))
