@@ -150,8 +150,11 @@ def layers(graph: Graph, plan: Plan) -> Layers:
     def over_batch(k: int, time: bool) -> Callable[[Graph], tuple[Mapping[str, object], Mapping[str, Pair]]]:
         return lambda g: (batch_strategies(g, k, time=time), {leaf.name: leaf_pair(g, leaf.name) for leaf in g.leaves})
 
-    cut("dp", plan.mesh.dp, over_batch(plan.mesh.dp, False))
-    cut(MICRO, plan.micro_batches, over_batch(plan.micro_batches, True))
+    dp, micro_batches = plan.mesh.dp, plan.micro_batches
+    if graph.batch_size % (dp * micro_batches):  # pieces of unequal size: each row alone, by the same rules
+        dp, micro_batches = graph.batch_size, 1
+    cut("dp", dp, over_batch(dp, False))
+    cut(MICRO, micro_batches, over_batch(micro_batches, True))
     cut("tp", plan.mesh.tp, lambda g: recall(g, plan.layouts, plan.mesh.tp))
     return Layers(whole, local, tuple(axes), pairs)
 

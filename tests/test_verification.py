@@ -218,6 +218,16 @@ def test_a_bias_added_on_every_rank_is_found(monkeypatch: pytest.MonkeyPatch) ->
     assert (found.cause.where, found.cause.operators) == ("sharding", (f"linear in {summed.module}",))
 
 
+def test_a_wrong_rule_is_found_in_a_batch_that_does_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, options = sequential()
+    options |= {"example_inputs": (torch.randn(7, 8),), "example_target": torch.randn(7, 4)}
+    assert planner.verify(model, 4, strategy="dp2.tp2", **options).equal
+    wrong(monkeypatch, "linear", additive=frozenset())
+    found = planner.verify(model, 4, strategy="dp2.tp2", **options)
+    assert found.cause is not None
+    assert (found.cause.where, found.cause.operators) == ("sharding", ("linear in 2",))
+
+
 class Soft(nn.Module):
     def __init__(self) -> None:
         super().__init__()
