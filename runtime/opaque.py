@@ -25,6 +25,7 @@ from typing import Any
 import cloudpickle
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import _pytree as pytree
 
 from planner.errors import BadInput, RankFailed
@@ -194,7 +195,15 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor) and id(obj) in self.places:
             return _place, (tuple(obj.shape), obj.dtype, obj.requires_grad, isinstance(obj, nn.Parameter))
+        if isinstance(obj, nn.Module) and is_parametrized(
+            obj
+        ):  # torch refuses to pickle these, as their class is made anew
+            return _blank, (type(obj),), dict(vars(obj))
         return super().reducer_override(obj)
+
+
+def _blank(cls: type[nn.Module]) -> nn.Module:
+    return cls.__new__(cls)
 
 
 def _place(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, is_parameter: bool) -> torch.Tensor:

@@ -49,13 +49,21 @@ def contractions() -> dict[str, Case]:
         "linear_vector": Case("linear", "i o", F.linear, (_r(8), _r(16, 8), _r(16))),
         "addmm": Case("addmm", "n i o", torch.addmm, (_r(16), _r(8, 4), _r(4, 16))),
         "addmm_full": Case("addmm", "n i o", torch.addmm, (_r(8, 16), _r(8, 4), _r(4, 16))),
-        "addmm_scaled": Case("addmm", "", lambda b, x, w: torch.addmm(b, x, w, alpha=2), (_r(16), _r(8, 4), _r(4, 16))),
         "mm": Case("mm", "n i o", torch.mm, (_r(8, 4), _r(4, 16))),
         "mv": Case("mv", "n i", torch.mv, (_r(8, 4), _r(4))),
         "dot": Case("dot", "i", torch.dot, (_r(8), _r(8))),
         "outer": Case("outer", "n o", torch.outer, (_r(8), _r(4))),
         "bmm": Case("bmm", "b n i o", torch.bmm, (_r(4, 8, 4), _r(4, 4, 16))),
         "baddbmm": Case("baddbmm", "b n i o", torch.baddbmm, (_r(4, 8, 16), _r(4, 8, 4), _r(4, 4, 16))),
+        "baddbmm_scaled": Case(
+            "baddbmm",
+            "b n i o",
+            lambda z, x, y: torch.baddbmm(z, x, y, beta=0.5, alpha=2.0),
+            (_r(4, 1, 16), _r(4, 8, 4), _r(4, 4, 16)),
+        ),
+        "addmm_scaled": Case(
+            "addmm", "n i o", lambda z, x, y: torch.addmm(z, x, y, beta=-1, alpha=0.5), (_r(16), _r(8, 4), _r(4, 16))
+        ),
         "baddbmm_broadcast": Case("baddbmm", "b n i o", torch.baddbmm, (_r(1, 16), _r(4, 8, 4), _r(4, 4, 16))),
         "matmul": Case("matmul", "b2 b1 n i o", torch.matmul, (_r(4, 8, 8, 4), _r(4, 8, 4, 8))),
         "matmul_broadcast": Case("matmul", "b2 b1 n i o", torch.matmul, (_r(4, 8, 8, 4), _r(8, 4, 8))),

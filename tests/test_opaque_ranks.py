@@ -127,3 +127,29 @@ def test_under_torchrun(tmp_path: Path) -> None:
         optimizer.step()
     error, where = largest_error(torch.load(tmp_path / "weights.pt"), case.model.state_dict())
     assert error <= TOLERANCE, where
+
+
+class Normed(nn.Module):
+    """Parametrized weights, which torch does not pickle, in a module that cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        self.second = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        if x.sum() > 0:
+            x = x * 2
+        return self.second(x)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tp"])
+def test_parametrized_weights_reach_the_ranks(strategy: str) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    found = planner.verify(
+        Normed(), 2, strategy=strategy, example_inputs=(x,), example_target=y, loss_fn=nn.functional.mse_loss,
+        cluster="dgx-a100-80gb",
+    )  # fmt: skip
+    assert found.equal, str(found)

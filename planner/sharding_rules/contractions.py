@@ -22,16 +22,9 @@ def linear(node: Node, values: Mapping[str, Value]) -> Rule:
     return parse_rule("b.. i, o i -> b.. o", tensors, node.outputs, linear=((0,), (1,)))
 
 
-def _scaled(node: Node) -> bool:
-    """Whether the sum or the product has a factor other than one."""
-    return any(dict(node.kwargs).get(name, 1) != 1 for name in ("beta", "alpha"))
-
-
 def addmm(node: Node, values: Mapping[str, Value]) -> Rule | None:
-    """addmm(b, x, y) and baddbmm: a product, and a summand that broadcasts."""
+    """addmm(b, x, y) and baddbmm: a product, and a summand that broadcasts; factors of either change nothing."""
     tensors = _tensors(node, values)
-    if _scaled(node):
-        return None
     batch = "b " if len(node.output.shape) == 3 else ""
     product = parse_rule(f"{batch}n i, {batch}i o -> {batch}n o", tensors[1:], node.outputs)
     result = product.outputs[0]
