@@ -51,26 +51,35 @@ class Result:
 
 @dataclass(frozen=True)
 class AxisOf:
-    """One axis the graph was sharded over: how its leaves are stored, and the pair of its loss."""
+    """One axis the graph was sharded over: how its leaves are stored, and the pair of its loss.
+
+    ``shares``: how many equal units each rank holds of what is cut, where they hold unequal parts.
+    """
 
     name: str
     size: int
     leaves: Mapping[str, Pair]
     loss: Pair
+    shares: tuple[int, ...] = ()
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        return self.shares or (1,) * self.size
 
 
 # --- placements -------------------------------------------------------------------------------------------------------
 
 
-def partition(whole: Tensor, placement: Placement, k: int) -> list[Tensor]:
-    """The local tensors of ``k`` ranks."""
+def partition(whole: Tensor, placement: Placement, parts: Sequence[int]) -> list[Tensor]:
+    """The local tensors of the ranks, one for each of ``parts``, in proportion to them."""
     if placement.kind == "R":
-        return [whole] * k
+        return [whole] * len(parts)
     if placement.kind == "P":
-        return [whole, *(torch.zeros_like(whole) for _ in range(k - 1))]
+        return [whole, *(torch.zeros_like(whole) for _ in parts[1:])]
     d, o = placement.dim, placement.outer
-    seen = whole.unflatten(d, (o, k, whole.shape[d] // (o * k)))
-    return [seen.select(d + 1, i).flatten(d, d + 1).contiguous() for i in range(k)]
+    seen = whole.unflatten(d, (o, whole.shape[d] // o))
+    unit = seen.shape[d + 1] // sum(parts)
+    return [part.flatten(d, d + 1).contiguous() for part in seen.split([unit * share for share in parts], d + 1)]
 
 
 def combine(parts: Sequence[Tensor], placement: Placement) -> Tensor:
@@ -84,29 +93,28 @@ def combine(parts: Sequence[Tensor], placement: Placement) -> Tensor:
     if placement.kind == "P":
         return torch.stack(list(parts)).sum(0)
     d, o = placement.dim, placement.outer
-    seen = [part.unflatten(d, (o, part.shape[d] // o)) for part in parts]
-    return torch.stack(seen, d + 1).flatten(d, d + 2)
+    return torch.cat([part.unflatten(d, (o, part.shape[d] // o)) for part in parts], d + 1).flatten(d, d + 1)
 
 
 def _distance(a: Tensor, b: Tensor) -> object:
     return (a - b).abs().max().item() if a.shape == b.shape and a.is_floating_point() else (a.shape, b.shape)
 
 
-def move(parts: Sequence[Tensor], source: Placement, target: Placement) -> list[Tensor]:
+def move(locals_: Sequence[Tensor], source: Placement, target: Placement, parts: Sequence[int]) -> list[Tensor]:
     if source == target:
-        return list(parts)
-    return partition(combine(parts, source), target, len(parts))
+        return list(locals_)
+    return partition(combine(locals_, source), target, parts)
 
 
 class _Convert(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, source: Pair, target: Pair, *parts: Tensor) -> tuple[Tensor, ...]:
-        ctx.source, ctx.target = source, target
-        return tuple(part.clone() for part in move(parts, source.value, target.value))
+    def forward(ctx: Any, source: Pair, target: Pair, parts: Sequence[int], *locals_: Tensor) -> tuple[Tensor, ...]:
+        ctx.source, ctx.target, ctx.parts = source, target, parts
+        return tuple(local.clone() for local in move(locals_, source.value, target.value, parts))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return (None, None, *move(gradients, ctx.target.gradient, ctx.source.gradient))
+        return (None, None, None, *move(gradients, ctx.target.gradient, ctx.source.gradient, ctx.parts))
 
 
 class _Share(torch.autograd.Function):
@@ -325,7 +333,7 @@ class World:
     def partition(self, whole: Tensor, placements: Sequence[Placement]) -> list[Tensor]:
         parts = [whole]
         for axis, placement in zip(self.axes, placements, strict=True):
-            parts = [local for part in parts for local in partition(part, placement, axis.size)]
+            parts = [local for part in parts for local in partition(part, placement, axis.parts)]
         return parts
 
     def combine(self, parts: Sequence[Tensor], placements: Sequence[Placement]) -> Tensor:
@@ -337,28 +345,36 @@ class World:
 
 
 def run_sharded(
-    graph: Graph,
+    graph: Graph | Sequence[Graph],
     axes: Sequence[AxisOf],
     tensors: Mapping[str, Tensor],
     values: dict[str, list[Tensor]] | None = None,
     model: nn.Module | None = None,
 ) -> Result:
-    """``graph``: what one rank runs, sharded over ``axes`` one after the other. ``tensors``: whole leaves, by name.
+    """``graph``: what one rank runs, sharded over ``axes`` one after the other; one a rank where their shapes differ.
+
+    ``tensors``: whole leaves, by name.
 
     ``values`` is filled with the local tensors of all ranks as they are made, so that a run that raises leaves them.
     Raises NotReplicated when ranks disagree on a value or gradient that their layout calls whole.
     """
     world = World(tuple(axes))
     values = {} if values is None else values
-    for leaf in graph.leaves:
+    graphs = [graph] * world.size if isinstance(graph, Graph) else graph
+    graph = graphs[0]
+    for leaves in zip(*(of_rank.leaves for of_rank in graphs), strict=True):
+        leaf = leaves[0]
         placements = [axis.leaves[leaf.name].value for axis in axes]
         parts = world.partition(tensors[leaf.name], placements)
-        assert tuple(parts[0].shape) == leaf.value.shape, f"{leaf} is stored as {list(parts[0].shape)}"
+        for own, part in zip(leaves, parts, strict=True):
+            assert tuple(part.shape) == own.value.shape, f"{own} is stored as {list(part.shape)}"
         values[leaf.name] = [_leaf(part, leaf.trainable) for part in parts]
-    for node in graph.nodes:
-        for value, results in zip(node.outputs, _run_node(node, world, values, model), strict=True):
-            for result in results:
-                assert tuple(result.shape) == value.shape, f"{node} gives {list(result.shape)} on a rank"
+    for nodes in zip(*(of_rank.nodes for of_rank in graphs), strict=True):
+        for index, results in enumerate(_run_node(nodes, world, values, model)):
+            for node, result in zip(nodes, results, strict=True):
+                expected = node.outputs[index].shape
+                assert tuple(result.shape) == expected, f"{node} gives {list(result.shape)} on a rank"
+            value = nodes[0].outputs[index]
             if value.differentiable and results[0].requires_grad:
                 results = [result.view_as(result) for result in results]
                 for result in results:
@@ -390,19 +406,21 @@ def _of_rank(values: Mapping[str, list[Tensor]], rank: int) -> Callable[[str], T
 
 
 def _run_node(
-    node: Node, world: World, values: Mapping[str, list[Tensor]], model: nn.Module | None
+    nodes: Sequence[Node], world: World, values: Mapping[str, list[Tensor]], model: nn.Module | None
 ) -> list[list[Tensor]]:
-    """For each result of ``node``, the local tensors of all ranks."""
+    """For each result of a node, here as each rank has it, the local tensors of all ranks."""
+    node = nodes[0]
     by_rank: list[tuple[Tensor, ...]] = [()] * world.size
     if node.op == "convert":
         reference, axis, text = node.args
         source, target = (Pair.parse(part.strip()) for part in text.split("->"))
+        parts = next(x.parts for x in world.axes if x.name == axis)
         for group in world.groups([axis]):
-            parts = [values[reference.name][rank] for rank in group]
+            held = [values[reference.name][rank] for rank in group]
             if source.gradient is None or target.gradient is None:
-                moved = tuple(move([part.detach() for part in parts], source.value, target.value))
+                moved = tuple(move([part.detach() for part in held], source.value, target.value, parts))
             else:
-                moved = _Convert.apply(source, target, *parts)
+                moved = _Convert.apply(source, target, parts, *held)
             for rank, part in zip(group, moved, strict=True):
                 by_rank[rank] = (part,)
     elif node.op in JOINT:
@@ -411,7 +429,7 @@ def _run_node(
             for rank, results in zip(group, JOINT[node.op](node, ranks), strict=True):
                 by_rank[rank] = results
     else:
-        by_rank = [_call(node, _of_rank(values, rank), model) for rank in range(world.size)]
+        by_rank = [_call(own, _of_rank(values, rank), model) for rank, own in enumerate(nodes)]
     return [list(results) for results in zip(*by_rank, strict=True)]
 
 

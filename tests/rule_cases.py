@@ -416,7 +416,7 @@ def views() -> dict[str, Case]:
         "scatter": Case("scatter", "d0", lambda w, i: w.scatter(1, i, w[:, :1]), (_r(8, 4),), (_ids(4, 8, 1),)),
         "scatter_value": Case("scatter", "d0 d2", lambda w, i: w.scatter(1, i, 2.0), (x,), (_ids(4, 8, 2, 8),)),
         "scatter_add": Case(
-            "scatter_add", "d0 d2", lambda w, v, i: w.scatter_add(1, i, v), (x, _r(8, 4, 8)), (_ids(4, 8, 4, 8),)
+            "scatter_add", "d0 d2 t", lambda w, v, i: w.scatter_add(1, i, v), (x, _r(8, 4, 8)), (_ids(4, 8, 4, 8),)
         ),
         "slice_scatter": Case("slice_scatter", "d0 d2", lambda w, v: w.slice_scatter(v, 1, 1, 3), (x, _r(8, 2, 8))),
         "select_scatter": Case("select_scatter", "d0 d2", lambda w, v: w.select_scatter(v, 1, 2), (x, _r(8, 8))),

@@ -86,6 +86,24 @@ def check_node(traced: Traced, node: Node, k: int, rule: Rule | None = None) -> 
     return len(found)
 
 
+def check_unequal(traced: Traced, node: Node, shares: tuple[int, ...]) -> int:
+    """Every strategy of one node that can be cut in proportion to ``shares``, as the batch is; how many there were."""
+    graph, units, tried = traced.graph, sum(shares), 0
+    reference = run_whole(graph, traced.tensors)
+    for strategy in options(graph, node, units):
+        if not strategy.letter or strategy.local:
+            continue  # vocabularies and channels are cut in equal parts only
+        chosen = whole_strategies(graph) | {node.name: strategy}
+        made = [shard_graph(graph, "dp", units, chosen, whole(graph), share) for share in shares]
+        axis = AxisOf("dp", len(shares), whole(graph), made[0].loss, shares)
+        try:
+            assert_same(run_sharded([x.graph for x in made], [axis], traced.tensors), reference, TOLERANCE)
+        except (AssertionError, RuntimeError, ValueError, IndexError) as error:
+            raise AssertionError(f"{node}\nin shares of {shares}, strategy {strategy}: {error}") from error
+        tried += 1
+    return tried
+
+
 def nodes_of(case: Case, graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if node.base == case.op]
 
@@ -102,6 +120,15 @@ def test_every_strategy_gives_what_one_device_gives(family: str, name: str, k: i
     traced = graphs(family)[name]
     nodes = around(cases(family)[name], traced.graph)
     assert nodes and sum(check_node(traced, node, k) for node in nodes) >= len(nodes)
+
+
+@pytest.mark.parametrize(("family", "name"), ALL, ids=[f"{family}-{name}" for family, name in ALL])
+def test_unequal_shares_give_what_one_device_gives(family: str, name: str) -> None:
+    traced = graphs(family)[name]
+    nodes = around(cases(family)[name], traced.graph)
+    tried = sum(check_unequal(traced, node, shares) for node in nodes for shares in ((1, 3), (3, 1, 4)))
+    cut = any(letter for node in nodes for s in options(traced.graph, node, 4) for letter in s.letter if not s.local)
+    assert tried or not cut
 
 
 @pytest.mark.parametrize(("family", "name"), ALL, ids=[f"{family}-{name}" for family, name in ALL])
