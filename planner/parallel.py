@@ -42,6 +42,15 @@ def default_optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optim
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
+def check_operators(program: Program) -> None:
+    """Raises BadInput when ``program`` calls operators that local ranks, which never ran the user's imports, lack."""
+    if program.library_operators:
+        raise BadInput(
+            f"operator {program.library_operators[0]} is registered by a library, which local ranks do not load; start the "
+            "script with torchrun, where every rank does, or write it with torch's own operators"
+        )
+
+
 class Parallel:
     """``plan``: the Plan. ``program``: what each stage runs; ``source(stage)`` is its text.
 
@@ -274,6 +283,7 @@ class Parallel:
             self._rank.load(self.program, share_tensors(state), modules)
         else:
             assert self._start is not None
+            check_operators(self.program)
             self._ranks = self._start()
             with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
                 path = Path(folder) / "weights.pt"

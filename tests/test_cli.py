@@ -172,14 +172,15 @@ def test_plan_hands_every_option_on(folder: Path, api: FakeApi) -> None:
     planner(
         "plan", "small_model.py:build", "--gpus", "2", "--strategy", "pp2 mb=4", "--global-batch", "16",
         "--sequence-length", "5", "--precision", "fp32", "--time-limit", "2.5", "--seed", "3", "--output", "x.json",
-        "--samplewise", "blocks.*", "--samplewise", "head",
+        "--samplewise", "blocks.*", "--samplewise", "head", "--not-batched", "mask",
     )  # fmt: skip
     call = api.calls[0]
     assert call.pop("model").in_features == 5
     assert call.pop("example_inputs")[0].shape == (16, 5)
     assert call == {
         "gpus": 2, "strategy": "pp2 mb=4", "global_batch": 16, "precision": "fp32", "time_limit": 2.5, "seed": 3,
-        "samplewise": ("blocks.*", "head"), "memory_limit": None, "cluster": "auto", "example_kwargs": {}, "loss_fn": None,
+        "samplewise": ("blocks.*", "head"), "not_batched": ("mask",), "memory_limit": None,
+        "cluster": "auto", "example_kwargs": {}, "loss_fn": None,
     }  # fmt: skip
     assert Plan.load(folder / "x.json") == example_plan()
 

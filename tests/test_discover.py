@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import planner
 from planner import discover
 from planner.discover import discover_rule, with_discovered_rules
+from planner.errors import BadInput
 from planner.ir.graph import Node, Ref, Value
 from planner.sharding_rules import rule_of, strategies
 from planner.trace import Batch, trace
@@ -189,3 +190,5 @@ def test_the_text_calls_it_by_its_library(tmp_path: Path, monkeypatch: pytest.Mo
     )
     assert "swish = torch.ops.meshwright_tests.swish.default(x, self.scale)" in made.source()
     assert "rule found by execution for meshwright_tests.swish: b t, t -> b t" in made.plan.notes
+    with pytest.raises(BadInput, match="meshwright_tests.swish.default is registered by a library.*torchrun"):
+        made.forward_backward(torch.randn(8, 6), target=torch.arange(8) % 4)

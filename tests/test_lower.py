@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from costmodels.hardware import load_cluster
-from planner.errors import BadInput, InvalidPlan
+from planner.errors import InvalidPlan
 from planner.ir.program import Program
 from planner.lower import lower
 from planner.solve.configuration import Evaluator, Problem
@@ -153,14 +153,3 @@ def test_an_input_keeps_its_name_beside_what_a_stage_receives() -> None:
     program = lower(found.graph, plan_by_hand(Evaluator(problem), "model"))
     assert program.stages[1].inputs == ("x",)
     assert "def forward(self, x_1, *, x):" in program.stages[1].source
-
-
-def test_an_operator_of_a_library_is_refused_before_ranks_start() -> None:
-    found = trace(Teacher(), Batch((torch.randn(8, 8),), {}))
-    graph = replace(
-        found.graph, nodes=tuple(replace(n, op=n.op.replace("aten.tanh.", "mylib.tanh.")) for n in found.graph.nodes)
-    )
-    cluster = load_cluster("dgx-a100-80gb", 2)
-    problem = Problem("teacher", graph, cluster, "adamw", "float32", cluster.device.memory_bytes)
-    with pytest.raises(BadInput, match="operator mylib.tanh.default in the model is registered by a library"):
-        lower(graph, plan_by_hand(Evaluator(problem), "ddp"))

@@ -189,7 +189,8 @@ class Program:
     """``loss_is_partial_on_dp``: each dp rank's loss is a share of the global loss (summed to report it).
 
     ``stages`` are for the largest micro-batch; where the ``batch_size`` rows do not divide evenly (planner.ir.mesh.deal),
-    ``smaller`` holds the same for the others: equal states, other sizes.
+    ``smaller`` holds the same for the others: equal states, other sizes. ``library_operators``: those that a process finds
+    only when it has loaded the library that registers them.
     """
 
     mesh: Mesh
@@ -203,6 +204,7 @@ class Program:
     seed: int = 0
     batch_size: int = 0
     smaller: tuple[SmallerPiece, ...] = ()
+    library_operators: tuple[str, ...] = ()
 
     def stages_for(self, rank_rows: int, rows: int) -> tuple[StageProgram, ...]:
         """The stages for one size of micro-batch."""

@@ -38,7 +38,6 @@ def lower(graph: Graph, plan: Plan, other_batch: bool = False) -> Program:
             "the plan is for another model, batch shape or loss than this one (their graphs differ). "
             "Make a plan for this model with 'planner plan'."
         )
-    _refuse_foreign(graph)
     mesh = plan.mesh
     split = split_batch(cut_into_segments(graph), mesh.dp, plan.micro_batches)
     if not other_batch:
@@ -79,6 +78,7 @@ def lower(graph: Graph, plan: Plan, other_batch: bool = False) -> Program:
         loss_is_partial_on_tp=loss_is_partial_on_tp,
         seed=plan.seed,
         batch_size=graph.batch_size,
+        library_operators=_of_libraries(graph),
         smaller=tuple(
             SmallerPiece(piece.rank_rows, piece.rows, stages)
             for piece, stages in zip(split.pieces[1:], programs[1:], strict=True)
@@ -86,14 +86,9 @@ def lower(graph: Graph, plan: Plan, other_batch: bool = False) -> Program:
     )
 
 
-def _refuse_foreign(graph: Graph) -> None:
-    """Raises BadInput naming the first operator that a library other than torch has registered."""
-    for node in graph.nodes:
-        if node.op.count(".") == 2 and not node.op.startswith("aten."):
-            raise BadInput(
-                f"operator {node.op} in {node.module or 'the model'} is registered by a library, which the ranks do not "
-                "load; write it with torch's own operators"
-            )
+def _of_libraries(graph: Graph) -> tuple[str, ...]:
+    """The operators that are not torch's own."""
+    return tuple(sorted({n.op for n in graph.nodes if n.op.count(".") == 2 and not n.op.startswith("aten.")}))
 
 
 def _meet_on_dp(split: BatchSplit, on_tp: list[dict[str, str]]) -> bool:
