@@ -121,10 +121,9 @@ def plan_by_hand(evaluator: Evaluator, text: str) -> Plan:
     except BadInput as error:
         raise BadInput(f"strategy {text!r}: {error}") from None
     if mesh.pp > evaluator.segments:
-        raise BadInput(
-            f"strategy {text!r} asks for {mesh.pp} stages, but the model has only {evaluator.segments} segments to "
-            f"place on them; use at most pp{evaluator.segments}"
-        )
+        count = evaluator.segments
+        has = f"has only {count} segments to place on them" if count > 1 else "cannot be cut into any"
+        raise BadInput(f"strategy {text!r} asks for {mesh.pp} stages, but the model {has}; use at most pp{count}")
     micro_batches, notes = _micro_batches(evaluator, picked)
     schedule = picked.schedule or ("1f1b" if micro_batches >= mesh.pp else "gpipe")
     if mesh.pp == 1:
