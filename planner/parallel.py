@@ -22,6 +22,7 @@ from planner.ir.plan import Plan
 from planner.ir.program import Program
 from planner.other_batch import other_rows, unchanged_paths
 from planner.trace import Batch, tensors_by_target
+from planner.trace_guards import refuse_modes
 from runtime.batch import check_batch
 from runtime.checkpoint import check_checkpoint
 from runtime.launch import LocalRanks
@@ -335,6 +336,7 @@ class Parallel:
 
     def _tensors(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The program's inputs, by name, from what the user passed; refused here, they leave the ranks as they were."""
+        refuse_modes()
         tensors = self._form.tensors(batch, self.program.inputs)
         check_batch(self._program_for(batch, tensors), tensors)
         return tensors

@@ -32,7 +32,7 @@ from planner.trace_failure import (
     refuse_unknown_shapes,
     trace_failure,
 )
-from planner.trace_guards import attributes_kept, refuse_hooks, refuse_unseen_writes, watched
+from planner.trace_guards import attributes_kept, refuse_hooks, refuse_modes, refuse_unseen_writes, watched
 from planner.trace_record import Calls, record
 from runtime.opaque import register_dataclasses
 
@@ -139,6 +139,7 @@ def trace(
 
     Raises TraceError naming the place when the model cannot be traced, BadInput when the loss is not one number.
     """
+    refuse_modes()
     refuse_hooks(model)
     register_dataclasses((batch.args, dict(batch.kwargs), batch.target))
     alone = opaque.check_samplewise(model, samplewise)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from planner.errors import TraceError
+from planner.errors import BadInput, TraceError
 from planner.trace_failure import Untraceable, modules_of, place_here, place_in_text
 
 PLAIN = (bool, int, float, str)
@@ -27,6 +27,18 @@ HOOKS = frozenset(
     for when in ("forward_hooks", "forward_pre_hooks")
     for more in ("", "_with_kwargs", "_always_called")
 )
+
+
+def refuse_modes() -> None:
+    """Raises BadInput when autocast is on or gradients are off around the call: ranks, and the traced step, would not know."""
+    on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    if on:
+        raise BadInput(
+            f"torch.autocast({on[0]!r}) is on around this call, which the ranks would not see; put it inside the model's "
+            "forward, or pass precision="
+        )
+    if not torch.is_grad_enabled():
+        raise BadInput("gradients are switched off around this call (torch.no_grad); call it outside")
 
 
 def refuse_hooks(model: torch.nn.Module) -> None:

@@ -12,7 +12,8 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from planner.errors import TraceError
+import planner
+from planner.errors import BadInput, TraceError
 from planner.trace import Batch, Traced, trace
 
 
@@ -201,3 +202,20 @@ def test_a_trainable_tensor_of_the_loss_is_refused() -> None:
         trace(torch.nn.Linear(4, 4), batch, lambda y, t: torch.nn.functional.mse_loss(y * scale, t))
     scale.requires_grad_(False)
     trace(torch.nn.Linear(4, 4), batch, lambda y, t: torch.nn.functional.mse_loss(y * scale, t))
+
+
+def test_modes_around_a_call_are_refused() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
+
+    def plan() -> Any:
+        return planner.auto_parallelize(
+            model, 2, example_inputs=(x,), loss_fn=nn.functional.mse_loss, strategy="ddp", cluster="dgx-a100-80gb"
+        )
+
+    made = plan()
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(BadInput, match="autocast.* is on around"):
+        plan()
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(BadInput, match="autocast.* is on around"):
+        made.forward_backward(x, target=x)
+    with torch.no_grad(), pytest.raises(BadInput, match="no_grad"):
+        made.forward_backward(x, target=x)
