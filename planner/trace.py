@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from planner import trace_opaque as opaque
 from planner.errors import BadInput, TraceError
 from planner.ir.graph import Argument, Graph, Leaf, Node, Ref, Symbol, Value
+from planner.ir.program import SOURCE_NAMES
 from planner.normalise import normalise
 from planner.trace_failure import (
     ModelRaised,
@@ -322,7 +323,7 @@ def _leaves(
 
     def unique(name: str) -> str:
         candidate, n = name, 1
-        while candidate in taken or candidate in RESERVED_NAMES:
+        while candidate in taken or candidate in SOURCE_NAMES:
             candidate, n = f"{name}_{n}", n + 1
         taken.add(candidate)
         return candidate

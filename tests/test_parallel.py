@@ -433,3 +433,33 @@ def test_backward_sees_a_buffer_as_forward_saw_it(strategy: str) -> None:
         Decaying(), 2, strategy=strategy, example_inputs=(x,), example_target=y, loss_fn=F.mse_loss, cluster=CLUSTER
     )
     assert found.equal, str(found)
+
+
+class Awkward(nn.Module):
+    """Names that mean something in a source: classes, functions, arguments, attributes."""
+
+    opaque: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.segment, self.stage = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.write = nn.Parameter(torch.ones(8))
+        self.register_buffer("opaque", torch.full((8,), 0.5))
+
+    def forward(self, x: Tensor, i: Tensor, dropout: Tensor, F: Tensor, range: Tensor) -> Tensor:
+        x = self.stage(torch.tanh(self.segment(torch.tanh(self.f(x)))))
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + i
+        return ((x * dropout * self.write + F * self.opaque) * range).square().mean()
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("strategy", ["tp", "pp2 mb=2"])
+def test_names_that_mean_something_in_a_source(strategy: str) -> None:
+    torch.manual_seed(0)
+    kwargs = {name: torch.randn(8, 8) for name in ("i", "dropout", "F", "range")}
+    found = planner.verify(
+        Awkward(), 2, strategy=strategy, example_inputs=(torch.randn(8, 8),), example_kwargs=kwargs, cluster=CLUSTER
+    )
+    assert found.equal, str(found)

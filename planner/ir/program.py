@@ -33,6 +33,7 @@ Between processes a program travels as plain data: ``to_dict`` and ``from_dict``
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -70,6 +71,15 @@ device: torch.device  # set by runtime.stage_module.build_stage, as are the axes
 tp: Axis
 dp: Axis
 """
+
+# Names that mean something in a source: what the preamble imports, its globals, arguments and builtins that lines use.
+SOURCE_NAMES = frozenset(re.findall(r"^(?:    )?(\w+)[,:]", PREAMBLE, re.MULTILINE)) | frozenset(
+    "self rng site micro_batch i range part sum type math Stage torch nn F float complex".split()
+)
+# Attributes of the base classes of a source (runtime.stage_module), which no tensor may hide.
+SOURCE_ATTRIBUTES = frozenset(
+    "finish_writes forward held opaque opaque_modules prologue running segments write".split()
+)
 
 
 @dataclass(frozen=True)

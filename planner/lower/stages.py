@@ -20,7 +20,16 @@ from planner.ir.graph import MODULE, Graph, Leaf, Node, Ref
 from planner.ir.layout import COMMUNICATING, PARTIAL, REPLICATED, WHOLE, Pair
 from planner.ir.mesh import MICRO, deal
 from planner.ir.plan import Plan
-from planner.ir.program import InputSpec, ModuleSpec, Program, SmallerPiece, StageProgram, StateSpec, TensorSpec
+from planner.ir.program import (
+    SOURCE_ATTRIBUTES,
+    InputSpec,
+    ModuleSpec,
+    Program,
+    SmallerPiece,
+    StageProgram,
+    StateSpec,
+    TensorSpec,
+)
 from planner.layouts import check_on_dp, recall
 from planner.lower.text import SegmentText, StageText, stage_source
 from planner.segments import cut_into_segments, segment_label, segment_nodes
@@ -366,7 +375,7 @@ def _attribute(leaf: Leaf, label: str) -> str:
     if label and target.startswith(label + "."):
         target = target[len(label) + 1 :]
     name = "".join(c if c.isalnum() else "_" for c in target)
-    return f"w_{name}" if name[0].isdigit() else name
+    return f"w_{name}" if name[0].isdigit() or name in SOURCE_ATTRIBUTES else name
 
 
 def _needed(nodes: Iterable[Node], wanted: set[str], stop: Iterable[str]) -> list[Node]:

@@ -6,6 +6,7 @@ have equal text and share one class. Consecutive calls of one class with the sam
 
 from __future__ import annotations
 
+import keyword
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -14,14 +15,10 @@ from dataclasses import dataclass, field, replace
 from planner.ir.graph import MODULE, Graph, Node
 from planner.ir.layout import Pair
 from planner.ir.mesh import MICRO
-from planner.ir.program import PREAMBLE, SegmentSpec
+from planner.ir.program import PREAMBLE, SOURCE_NAMES, SegmentSpec
 from planner.lower.source import LINE, conversion_comment, expression
 
-KEYWORDS = frozenset(
-    "and as assert async await break class continue def del elif else except finally for from global if import in is lambda "
-    "nonlocal not or pass raise return try while with yield None True False self torch nn F aten convert batch_norm dropout "
-    "grouped_mm seeded tp dp device rng site part sum type".split()
-)
+RESERVED = SOURCE_NAMES | frozenset((*keyword.kwlist, *keyword.softkwlist))
 SITES_A_SEGMENT = 1000
 
 
@@ -68,7 +65,7 @@ class _Scope:
 
     def bind(self, value: str, wanted: str) -> str:
         name, n = wanted, 1
-        while name in self.taken or name in KEYWORDS:
+        while name in self.taken or name in RESERVED:
             name, n = f"{wanted}_{n}", n + 1
         self.taken.add(name)
         self.names[value] = name
@@ -121,7 +118,7 @@ def _class_name(label: str, taken: set[str]) -> str:
     """'model.layers.0' -> 'Layers', 'lm_head' -> 'LmHead'."""
     parts = [p for p in label.replace(" + ", ".").split(".") if p and not p.isdigit()]
     base = "".join(word.capitalize() for word in (parts[-1] if parts else "block").split("_")) or "Block"
-    base = base if base.isidentifier() and base not in ("Segment", "Stage", "StageModule", "Axis") else f"{base}Block"
+    base = base if base.isidentifier() and base not in RESERVED else f"{base}Block"
     name, n = base, 2
     while name in taken:
         name, n = f"{base}{n}", n + 1
