@@ -11,10 +11,8 @@ torchrun every rank calls ``auto_parallelize`` and is one of its ranks; or it is
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ import torch
 from costmodels.hardware import Cluster
 from planner.discover import with_discovered_rules
 from planner.errors import BadInput, MeshwrightError
+from planner.garbage import uncollected
 from planner.inputs import (
     BatchForm,
     cast,
@@ -341,10 +340,11 @@ def _prepare(
     if plan is None:
         problem = _problem(model, traced.graph, request)
         request.say("searching")
-        if request.strategy == "auto":
-            plan = search(problem, request.time_limit_s, request.progress)
-        else:
-            plan = plan_by_hand(Evaluator(problem), request.strategy)
+        with uncollected():
+            if request.strategy == "auto":
+                plan = search(problem, request.time_limit_s, request.progress)
+            else:
+                plan = plan_by_hand(Evaluator(problem), request.strategy)
     verify_plan(plan, traced.graph)
     request.say("lowering")
     program = lower(traced.graph, plan)
@@ -388,21 +388,9 @@ def _trace_batch(
         guessed = guess_target(model, stand_ins, request.loss_fn, real)
         example, stand_ins = replace(example, target=guessed), replace(stand_ins, target=guessed)
     request.say("tracing the model")
-    with _without_collection():
+    with uncollected():
         traced = trace(model, stand_ins, request.loss_fn, rows, samplewise, real, weights, not_batched)
         return replace(traced, graph=with_discovered_rules(traced.graph)), example
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Tracing makes many objects and drops few: looking for garbage all along would cost a fifth of its time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _problem(model: torch.nn.Module, graph: Graph, request: Request) -> Problem:

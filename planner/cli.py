@@ -19,6 +19,7 @@ import click
 from rich.console import Console
 
 from planner.errors import BadInput, MeshwrightError
+from planner.garbage import uncollected
 from planner.ir.plan import Plan
 from planner.ir.verify import verify_plan
 from planner.report import (
@@ -205,7 +206,7 @@ def verify(
     if not all(names):
         raise BadInput(f"--strategy {strategy!r} holds an empty name; write for example auto,ddp,tp")
     rows: list[Verification] = []
-    with _progress() as progress:
+    with _progress() as progress, uncollected():
         progress("loading the model")
         import torch
 
@@ -265,7 +266,7 @@ def run(
         options |= {"global_batch": made.global_batch, "precision": made.precision, "plan": made}
     if gpus is None:
         raise BadInput("give --gpus N, or --plan with a plan made before")
-    with _progress() as progress:
+    with _progress() as progress, uncollected():
         progress("loading the model")
         import torch
 
@@ -289,7 +290,7 @@ def run(
 
 
 def _plan(model: str, gpus: int, sequence_length: int | None, **options: Any) -> Plan:
-    with _progress() as progress:
+    with _progress() as progress, uncollected():
         progress("loading the model")
         loaded = _load_model(model, options["global_batch"], sequence_length, options["precision"], built=False)
         from planner.api import auto_parallelize
