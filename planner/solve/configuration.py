@@ -64,8 +64,9 @@ class Configuration:
 class Evaluator:
     """Prices configurations of one problem; intermediate results are kept."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, keep: Keep | None = None) -> None:
+        """``keep``: which strategies of an operator on tp may be used at all."""
+        self.problem, self.keep = problem, keep
         self.graph = cut_into_segments(problem.graph)
         self.folded: Folded = fold(self.graph)
         self.segments = segment_count(self.graph)
@@ -138,7 +139,8 @@ class Evaluator:
         return self._letters[key]
 
     def _kept_in_all_pieces(self, configuration: Configuration, keep: Keep | None) -> Keep | None:
-        """``keep`` without the strategies that smaller pieces of an unevenly cut batch do not have."""
+        """``keep``, or the evaluator's own, without the strategies that smaller pieces of an unevenly cut batch do not have."""
+        keep = keep or self.keep
         first, *others = self.split(configuration.mesh.dp, configuration.micro_batches).pieces
         if not others:
             return keep

@@ -33,6 +33,7 @@ from planner.solve.configuration import FAST, LEAN, Configuration, Evaluator, Pr
 from planner.solve.stages import StageChoice, StageInfeasible, choose_stages
 
 Progress = Callable[..., None]
+Within = Callable[[Configuration], bool]
 # Two objectives closer than this are equal.
 RELATIVE_TOLERANCE = 1e-9
 
@@ -91,9 +92,11 @@ def pipeline_bound_s(micro_batch_s: float, pp: int, micro_batches: int) -> float
 
 
 class _Search:
-    def __init__(self, problem: Problem, deadline: float | None, progress: Progress | None) -> None:
-        self.evaluator = Evaluator(problem)
-        self.problem, self.deadline, self.progress = problem, deadline, progress
+    def __init__(
+        self, evaluator: Evaluator, deadline: float | None, progress: Progress | None, within: Within | None
+    ) -> None:
+        self.evaluator = evaluator
+        self.problem, self.deadline, self.progress, self.within = evaluator.problem, deadline, progress, within
         self.best: _Found | None = None
         self.searched: list[Searched] = []
         self.refused: dict[tuple[int, int], str] = {}
@@ -105,7 +108,8 @@ class _Search:
 
     def run(self) -> Plan:
         gpus = self.problem.cluster.gpus
-        everything = list(configurations(gpus, self.problem.graph.batch_size, self.evaluator.segments))
+        space = configurations(gpus, self.problem.graph.batch_size, self.evaluator.segments)
+        everything = [c for c in space if self.within is None or self.within(c)]
         cheap = self._cheap_bound_s()
         entries = [_Entry(cheap, i, c) for i, c in enumerate(everything)]
         heap = self._easy_first(entries)
@@ -291,16 +295,24 @@ class _Search:
 
 
 def search(
-    problem: Problem, time_limit_s: float | None = None, progress: Progress | None = None, suggest: bool = True
+    problem: Problem,
+    time_limit_s: float | None = None,
+    progress: Progress | None = None,
+    suggest: bool = True,
+    within: Within | None = None,
+    evaluator: Evaluator | None = None,
 ) -> Plan:
     """The best plan of the space, with its proven lower bound.
+
+    ``within``: search only the configurations it holds for. ``evaluator``: one of ``problem`` that was used before, which
+    remembers what it computed.
 
     Raises Infeasible saying what is missing and (``suggest``) how many devices would do; OutOfTime when the limit passed
     before any plan was found. When it passes later, or on Ctrl-C, the best plan so far comes back with its gap.
     """
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
     try:
-        return _Search(problem, deadline, progress).run()
+        return _Search(evaluator or Evaluator(problem), deadline, progress, within).run()
     except Infeasible as error:
         if not suggest:
             raise
