@@ -9,12 +9,15 @@ Memory of a stage holding f micro-batches in flight, over its segments s:
     sum_s states_s  +  f * sum_s kept_s  +  max_s temporary_s (+ the activations of the largest recomputed segment)
 
     kept_s = input_bytes_s if recomputed else activations_bytes_s
+
+Of several stages on one device the states add up, the largest temporary counts once, and f is the worst of the moments
+that the schedule brings (``stage_estimates``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.ir.plan import MemoryEstimate, StageEstimate
 
@@ -25,7 +28,8 @@ class SegmentCost:
 
     ``forward_s`` and ``backward_s`` include communication (``*_communication_s``, and under ZeRO-3 the gathering of
     weights as far as it is exposed). ``activations_bytes``: kept for the backward of one micro-batch; ``input_bytes``: what is
-    kept instead when the segment is recomputed. ``transfer_s``: sending its output to a next stage, one way.
+    kept instead when the segment is recomputed. ``weight_backward_s``: the part of ``backward_s`` that only makes gradients
+    of weights. ``transfer_s``: sending its output to a next stage, one way.
     ``*_per_step_s`` are paid once a step.
     """
 
@@ -42,6 +46,7 @@ class SegmentCost:
     gradient_sync_per_step_s: float = 0.0
     optimizer_per_step_s: float = 0.0
     transfer_s: float = 0.0
+    weight_backward_s: float = 0.0
 
     @property
     def states_bytes(self) -> int:
@@ -76,4 +81,36 @@ def stage_estimate(
             activations_bytes=in_flight * kept,
             temporary_bytes=max(s.temporary_bytes for s in segments) + again_bytes,
         ),
+        weight_backward_s=sum(s.weight_backward_s for s in segments),
     )
+
+
+def stage_estimates(
+    segments: Sequence[SegmentCost],
+    stages: Sequence[tuple[int, int]],
+    recompute: Sequence[bool],
+    held: Sequence[Sequence[tuple[int, ...]]],
+) -> list[StageEstimate]:
+    """The estimates of all stages of a plan. ``held``: of each pipeline rank (planner.schedules.held).
+
+    Memory is each stage's share of its device's peak: of the vectors of micro-batches held, the one that keeps most; and
+    of the temporary bytes, the most of any of its stages, counted with that one.
+    """
+    pp, last = len(held), len(stages) - 1
+    one = [
+        stage_estimate(segments[first:end], recompute[first:end], 1, number == last)
+        for number, (first, end) in enumerate(stages)
+    ]
+    found = list(one)
+    for rank, vectors in enumerate(held):
+        mine = range(rank, len(stages), pp)
+        kept = [one[stage].memory.activations_bytes for stage in mine]
+        most = max(vectors, key=lambda counts: sum(n * size for n, size in zip(counts, kept, strict=True)))
+        largest = max(mine, key=lambda stage: one[stage].memory.temporary_bytes)
+        for stage, count, size in zip(mine, most, kept, strict=True):
+            memory = one[stage].memory
+            temporary = memory.temporary_bytes if stage == largest else 0
+            found[stage] = replace(
+                one[stage], memory=replace(memory, activations_bytes=count * size, temporary_bytes=temporary)
+            )
+    return found

@@ -1,53 +1,68 @@
 """The time of one training step: an event simulation of the action list the runtime runs, and its closed forms.
 
-A stage i is given as ``(F_i, B_i, t_i)``: seconds of one forward, of one backward, and of the transfer of one
-micro-batch between stages i and i+1 (each way). A stage runs its actions one after the other, each as soon as it can:
+A stage i is given as ``StageTimes`` (F_i, B_i, t_i, W_i): seconds of one forward, of one backward, of the transfer of one
+micro-batch between stages i and i+1 (each way), and of the part of the backward that makes gradients of weights only.
+Pipeline rank r runs the stages i with i % p = r, one action after the other, each as soon as it can:
 
     start(iFk) = max(own previous action ended,  end((i-1)Fk) + t_{i-1})
     start(iBk) = max(own previous action ended,  end((i+1)Bk) + t_i)          the last stage: right after its own iFk
+    start(iIk) = the same, of end((i+1)Ik)
+    start(iWk) = own previous action ended
 
+I takes B - W and W takes W; but on stage 0, which received nothing to make gradients of, I takes nothing and W takes B.
 A transfer delays the receiver only: the sender goes on and transfers don't queue on the link. ``simulate``, ``replay``.
 
-An idle moment of a stage is *transfer wait* while the tensor it waits for is on its way, and *bubble* otherwise.
+An idle moment of a rank is *transfer wait* while the tensor it waits for is on its way, and *bubble* otherwise.
 
-Closed forms, with m micro-batches:
+Closed forms, with m micro-batches, p ranks, n stages:
 
     gpipe_makespan_s    sum F + (m-1) max F + sum B + (m-1) max B + 2 sum t            (two flow shops of equal jobs)
-    lower_bound_s       max over j of  sum_{i<j} (F_i + B_i + 2 t_i) + m (F_j + B_j)   (any schedule)
+    lower_bound_s       any schedule; the largest of, with I_0 = 0, I_i = B_i (or B_i - W_i where the backward is in two):
+                        sum_{i<r} (F_i + t_i) + m sum_{i % p = r} (F_i + B_i)          for each rank r
+                        sum_{i<r} (F_i + I_i + 2 t_i) + B_0 + m sum_{i % p = r} (F_i + I_i)          for each rank r > 0
+                        sum_i (F_i + I_i + 2 t_i) + B_0
 
-The bound: stage j can't start before its first input came through the stages above, works m times, and the last
-gradient it sends must go all the way back. 1f1b reaches it for equal stages without transfers.
+The bound: rank r can't start before its first input came through the stages above, works m times, and the last gradient it
+sends (of stage r, whose work on a micro-batch ends last) must go all the way back. 1f1b reaches it for equal stages without
+transfers.
 
-The objective of a plan, ``estimate_step``: when its own last backward is over, a stage reduces its gradients (G_i, the
-exposed part) and updates its weights (U_i), so
+The objective of a plan, ``estimate_step``: when its own last backward is over, a rank reduces the gradients of its stages
+(G_i, the exposed part) and updates their weights (U_i), so
 
-    step time = max over i of  end_i + G_i + U_i
+    step time = max over r of  end_r + sum_{i % p = r} (G_i + U_i)
 
-and the step of the average stage splits into three parts that sum to it:
+and the step of the average rank splits into three parts that sum to it:
 
-    bubble                  idle but for transfer wait, and waiting at the end for the slowest stage
+    bubble                  idle but for transfer wait, and waiting at the end for the slowest rank
     exposed communication   m (forward and backward communication) + transfer wait + G
     compute                 m (the rest of forward and backward) + U
 
-The step time is the longest path through the actions, ``critical_path``: a sum of times that counts how often the path
-runs a forward, a backward and a transfer of each stage. The same path exists whatever the stages take, so with other times
-its length is a lower bound on their step time.
+The step time is the longest path through the actions, ``planner.paths``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from planner.ir.plan import Estimate, StageEstimate
-from planner.ir.schedule import BACKWARD, FORWARD, Action, StageOrder
-from planner.schedules import actions, in_flight
+from planner.ir.schedule import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Order
+from planner.schedules import orders
 
-StageTimes = tuple[float, float, float]
+
+class StageTimes(NamedTuple):
+    """Seconds for one micro-batch (see the module); ``weight_backward_s`` is part of ``backward_s``."""
+
+    forward_s: float
+    backward_s: float
+    transfer_s: float = 0.0
+    weight_backward_s: float = 0.0
 
 
 class Deadlock(ValueError):
-    """No stage can go on: each waits for an action that never comes."""
+    """No rank can go on: each waits for an action that never comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +76,7 @@ class Event:
 class Timeline:
     """When everything happened. ``events`` in order of start, then stage.
 
-    Per stage, busy_s + transfer_wait_s + bubble_s = makespan_s; ``end_s`` is the end of its last action.
+    Per rank, busy_s + transfer_wait_s + bubble_s = makespan_s; ``end_s`` is the end of its last action.
     """
 
     events: tuple[Event, ...]
@@ -72,214 +87,248 @@ class Timeline:
     end_s: tuple[float, ...]
 
 
-def simulate(stage_times: Sequence[StageTimes], schedule: str, micro_batches: int) -> Timeline:
-    """Run ``schedule`` ('gpipe' or '1f1b') over stages of (forward_s, backward_s, transfer_s)."""
-    return replay(stage_times, actions(schedule, len(stage_times), micro_batches))
+def simulate(stage_times: Sequence[StageTimes], schedule: str, micro_batches: int, chunks: int = 1) -> Timeline:
+    """Run ``schedule`` over ``stage_times``, of which each rank has ``chunks``."""
+    stages = len(stage_times)
+    return _timeline(stage_times, chart(schedule, ranks_of(stages, chunks), micro_batches, chunks))
 
 
-def replay(stage_times: Sequence[StageTimes], order: Sequence[StageOrder]) -> Timeline:
-    """Run any order, one tuple of actions a stage. Raises Deadlock where a stage waits for ever."""
-    for stage, stage_order in enumerate(order):
-        for action in stage_order:
-            if action.stage != stage:
-                raise ValueError(f"stage {stage} cannot run {action}, an action of stage {action.stage}")
-    run = _run(stage_times, order)
-    events = [
-        Event(action, start, start + stage_times[stage][0 if action.kind == FORWARD else 1])
-        for stage, stage_order in enumerate(order)
-        for action, start in zip(stage_order, run.start_s[stage], strict=True)
-    ]
-    events.sort(key=lambda event: (event.start_s, event.action.stage, event.end_s))
-    makespan = max(run.end_s, default=0.0)
-    bubble = tuple(idle + makespan - end for idle, end in zip(run.idle_s, run.end_s, strict=True))
-    busy = tuple(
-        sum(times[0] if action.kind == FORWARD else times[1] for action in stage_order)
-        for times, stage_order in zip(stage_times, order, strict=True)
-    )
-    return Timeline(tuple(events), makespan, busy, tuple(run.transfer_wait_s), bubble, tuple(run.end_s))
+def replay(stage_times: Sequence[StageTimes], order: Sequence[Order]) -> Timeline:
+    """Run any order, one tuple of actions a rank. Raises Deadlock where a rank waits for ever."""
+    stages, pp = len(stage_times), len(order)
+    if not pp or stages % pp:
+        raise ValueError(f"{pp} orders for {stages} stages")
+    for rank, actions in enumerate(order):
+        for action in actions:
+            if action.stage % pp != rank or action.stage >= stages:
+                raise ValueError(f"rank {rank} of {pp} cannot run {action}, an action of stage {action.stage}")
+    steps = [[(action.kind, action.stage // pp, action.micro_batch) for action in actions] for actions in order]
+    return _timeline(stage_times, _chart(steps, stages // pp))
+
+
+def ranks_of(stages: int, chunks: int) -> int:
+    """How many ranks hold ``stages`` stages, ``chunks`` each."""
+    if stages % chunks:
+        raise ValueError(f"{stages} stages do not make whole ranks of {chunks}")
+    return stages // chunks
+
+
+class Step(NamedTuple):
+    """One action as the simulation runs it. ``what``: number of its duration (``durations``).
+
+    ``source``: the action whose result it waits for, counted from 1 in the order of the chart; 0: none. ``link``: the
+    number of the stage before the transfer of that result; that of the last stage: no transfer.
+    """
+
+    rank: int
+    what: int
+    source: int
+    link: int
 
 
 @dataclass(frozen=True)
-class _Run:
-    """Per stage: starts of its actions in order, end of the last, bubble before that end, and transfer wait."""
+class Chart:
+    """The actions of all ranks in an order in which each comes after those it waits for."""
 
-    start_s: list[list[float]]
+    pp: int
+    chunks: int
+    steps: tuple[Step, ...]
+    micro_batch: tuple[int, ...]
+
+
+@lru_cache(maxsize=64)
+def chart(schedule: str, pp: int, micro_batches: int, chunks: int = 1) -> Chart:
+    return _chart(list(orders(schedule, pp, micro_batches, chunks)), chunks)
+
+
+KINDS = (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
+
+
+def _chart(order: Sequence[Sequence[tuple[str, int, int]]], chunks: int) -> Chart:
+    pp = len(order)
+    stages = pp * chunks
+    last = stages - 1
+    offset = {kind: number * stages for number, kind in enumerate(KINDS)}
+    forward: list[dict[int, int]] = [{} for _ in range(stages)]
+    backward: list[dict[int, int]] = [{} for _ in range(stages)]
+    steps: list[Step] = []
+    numbers: list[int] = []
+    done = [0] * pp
+    awake = list(range(pp - 1, -1, -1))
+    while awake:
+        rank = awake.pop()
+        mine, at = order[rank], done[rank]
+        while at < len(mine):
+            kind, chunk, i = mine[at]
+            stage = chunk * pp + rank
+            link = last
+            if kind == FORWARD:
+                source = forward[stage - 1].get(i) if stage else 0
+                link = stage - 1 if stage else last
+            elif kind == WEIGHT_GRADIENT:
+                source = backward[stage].get(i)
+            elif i not in forward[stage]:
+                source = None
+            else:
+                source = backward[stage + 1].get(i) if stage < last else forward[stage][i]
+                link = stage
+            if source is None:
+                break
+            at += 1
+            steps.append(Step(rank, offset[kind] + stage, source, link))
+            numbers.append(i)
+            if kind == FORWARD:
+                forward[stage][i] = len(steps)
+            elif kind != WEIGHT_GRADIENT:
+                backward[stage][i] = len(steps)
+        if at > done[rank]:
+            done[rank] = at
+            awake += [other for other in {(rank - 1) % pp, (rank + 1) % pp} if other != rank]
+    stuck = [
+        str(Action(chunk * pp + rank, kind, i))
+        for rank, mine in enumerate(order)
+        for kind, chunk, i in mine[done[rank] : done[rank] + 1]
+    ]
+    if stuck:
+        raise Deadlock(f"the schedule never ends: waiting for ever at {', '.join(stuck)}")
+    return Chart(pp, chunks, tuple(steps), tuple(numbers))
+
+
+def durations(stage_times: Sequence[StageTimes]) -> list[float]:
+    """Seconds of F of every stage, then of B, I and W of every stage."""
+    for stage, times in enumerate(stage_times):
+        if not all(0 <= seconds < float("inf") for seconds in times) or times[3] > times[1]:
+            raise ValueError(
+                f"stage {stage} has times {tuple(times)}; they must be finite and not negative, and the part of backward "
+                "for weights no more than all of it"
+            )
+    forward, backward = [t[0] for t in stage_times], [t[1] for t in stage_times]
+    weight = [backward[0], *(t[3] for t in stage_times[1:])]
+    return forward + backward + [b - w for b, w in zip(backward, weight, strict=True)] + weight
+
+
+@dataclass(frozen=True)
+class Run:
+    """``ends_s``: of every action of the chart, after a 0. Per rank: end of its last action, bubble before that end, and
+    transfer wait."""
+
+    ends_s: list[float]
     end_s: list[float]
     idle_s: list[float]
     transfer_wait_s: list[float]
 
 
-def _run(stage_times: Sequence[StageTimes], order: Sequence[StageOrder]) -> _Run:
-    stages = len(stage_times)
-    if len(order) != stages:
-        raise ValueError(f"{len(order)} orders for {stages} stages")
-    _check_times(stage_times)
-    forward_end: list[dict[int, float]] = [{} for _ in range(stages)]
-    backward_end: list[dict[int, float]] = [{} for _ in range(stages)]
-    run = _Run([[] for _ in range(stages)], [0.0] * stages, [0.0] * stages, [0.0] * stages)
-    awake = list(range(stages - 1, -1, -1))
-    while awake:
-        stage = awake.pop()
-        forward_s, backward_s, transfer_s = stage_times[stage]
-        starts, free = run.start_s[stage], run.end_s[stage]
-        before = len(starts)
-        own, own_back = forward_end[stage], backward_end[stage]
-        for action in order[stage][before:]:
-            micro_batch = action.micro_batch
-            if action.kind == FORWARD:
-                duration, ended, travel, done = forward_s, 0.0, 0.0, own
-                if stage:
-                    arrived = forward_end[stage - 1].get(micro_batch)
-                    if arrived is None:
-                        break
-                    ended, travel = arrived, stage_times[stage - 1][2]
-            else:
-                duration, done = backward_s, own_back
-                source = backward_end[stage + 1] if stage + 1 < stages else own
-                arrived = source.get(micro_batch)
-                if arrived is None or micro_batch not in own:
-                    break
-                ended, travel = arrived, transfer_s if stage + 1 < stages else 0.0
-            start = free
-            if ended + travel > free:
-                start = ended + travel
-                wait = min(travel, start - free)
-                run.transfer_wait_s[stage] += wait
-                run.idle_s[stage] += start - free - wait
-            starts.append(start)
-            free = start + duration
-            done[micro_batch] = free
-        run.end_s[stage] = free
-        if len(starts) > before:
-            awake += [neighbour for neighbour in (stage - 1, stage + 1) if 0 <= neighbour < stages]
-    stuck = [str(stage_order[len(done)]) for stage_order, done in zip(order, run.start_s, strict=True)
-             if len(done) < len(stage_order)]  # fmt: skip
-    if stuck:
-        raise Deadlock(f"the schedule never ends: waiting for ever at {', '.join(stuck)}")
-    return run
+def run(stage_times: Sequence[StageTimes], chart: Chart) -> Run:
+    """Every action as soon as it can."""
+    pp = chart.pp
+    if len(stage_times) != pp * chart.chunks:
+        raise ValueError(f"{pp} orders of {chart.chunks} stages for {len(stage_times)} stages")
+    takes = durations(stage_times)
+    travel = [t[2] for t in stage_times]
+    travel[-1] = 0.0
+    free, idle, waits = [0.0] * pp, [0.0] * pp, [0.0] * pp
+    ends = [0.0]
+    add = ends.append
+    for rank, what, source, link in chart.steps:
+        start = free[rank]
+        delay = travel[link]
+        arrival = ends[source] + delay
+        if arrival > start:
+            gap = arrival - start
+            wait = delay if delay < gap else gap
+            waits[rank] += wait
+            idle[rank] += gap - wait
+            start = arrival
+        end = start + takes[what]
+        free[rank] = end
+        add(end)
+    return Run(ends, free, idle, waits)
 
 
-def _check_times(stage_times: Sequence[StageTimes]) -> None:
-    for stage, times in enumerate(stage_times):
-        if not all(0 <= seconds < float("inf") for seconds in times):
-            raise ValueError(f"stage {stage} has times {times}; they must be finite and not negative")
-
-
-@dataclass(frozen=True)
-class Path:
-    """A chain of actions that wait for each other: how many forwards, backwards and transfers of each stage it holds.
-
-    It ends with what stage ``last`` does once a step.
-    """
-
-    last: int
-    forwards: tuple[int, ...]
-    backwards: tuple[int, ...]
-    transfers: tuple[int, ...]
-
-    def part_s(self, stage: int, times: StageTimes, per_step_s: float) -> float:
-        """Its seconds on one stage; ``per_step_s``: gradient reduction and update of that stage."""
-        forward_s, backward_s, transfer_s = times
-        run_s = (
-            self.forwards[stage] * forward_s + self.backwards[stage] * backward_s + self.transfers[stage] * transfer_s
-        )
-        return run_s + (per_step_s if stage == self.last else 0.0)
-
-    def length_s(self, stage_times: Sequence[StageTimes], per_step_s: Sequence[float]) -> float:
-        """No step of these stages takes less."""
-        return sum(self.part_s(i, *both) for i, both in enumerate(zip(stage_times, per_step_s, strict=True)))
-
-
-def critical_path(
-    stage_times: Sequence[StageTimes], per_step_s: Sequence[float], schedule: str, micro_batches: int
-) -> Path:
-    """The path whose length is the step time of these stages."""
-    order = actions(schedule, len(stage_times), micro_batches)
-    run = _run(stage_times, order)
-    place = [{action: i for i, action in enumerate(stage_order)} for stage_order in order]
-    last = max(range(len(order)), key=lambda i: run.end_s[i] + per_step_s[i])
-    counts = {kind: [0] * len(order) for kind in (FORWARD, BACKWARD)}
-    transfers = [0] * len(order)
-    stage, i = last, len(order[last]) - 1
-    while True:
-        action = order[stage][i]
-        counts[action.kind][stage] += 1
-        if i:
-            before = order[stage][i - 1]
-            free = run.start_s[stage][i - 1] + stage_times[stage][0 if before.kind == FORWARD else 1]
-            if free == run.start_s[stage][i]:
-                i -= 1
-                continue
-        if action.kind == FORWARD and stage == 0:
-            return Path(last, tuple(counts[FORWARD]), tuple(counts[BACKWARD]), tuple(transfers))
-        source = stage - 1 if action.kind == FORWARD else stage + 1
-        transfers[min(source, stage)] += 1
-        stage, i = source, place[source][Action(source, action.kind, action.micro_batch)]
-
-
-def fill_and_drain_paths(schedule: str, stages: int, micro_batches: int) -> list[Path]:
-    """The paths that are often the longest. For each stage j, with w micro-batches in flight (planner.schedules):
-
-    sum_{i<j} (F_i + B_i + 2 t_i) + m (F_j + B_j) + G_0 + U_0               down to j, all its work, and back
-    sum_{i<j} (F_i + t_i) + m (F_j + B_j) + G_j + U_j                       the same, with j the last to finish
-    sum_i (F_i + B_i + 2 t_i) + (m-1) F_j + (m-w) B_j + G_0 + U_0           work at j, then to the last stage and back
-    sum_i (F_i + B_i + 2 t_i) + (m-w) F_j + (m-1) B_j + G_0 + U_0           to the last stage and back, then work at j
-    """
-    m = micro_batches
-    found = []
-    for j in range(stages):
-        above, below = (1,) * j, (0,) * (stages - j - 1)
-        once = (1,) * (stages - j - 1)
-        round_trip = (2,) * (stages - 1) + (0,)
-        some, most = m - in_flight(schedule, stages, m, j) + 1, (*above, m, *once)
-        work = (*above, m, *below)
-        found += [
-            Path(0, work, work, (*(2 * x for x in above), 0, *below)),
-            Path(j, work, (*(0 for _ in above), m, *below), (*above, 0, *below)),
-            Path(0, most, (*above, some, *once), round_trip),
-            Path(0, (*above, some, *once), most, round_trip),
-        ]
-    return found
+def _timeline(stage_times: Sequence[StageTimes], chart: Chart) -> Timeline:
+    done = run(stage_times, chart)
+    takes = durations(stage_times)
+    busy = [0.0] * chart.pp
+    free = [0.0] * chart.pp
+    events = []
+    travel = [t[2] for t in stage_times[:-1]] + [0.0]
+    for (rank, what, source, link), i, end in zip(chart.steps, chart.micro_batch, done.ends_s[1:], strict=True):
+        kind, stage = divmod(what, len(stage_times))
+        start = max(free[rank], done.ends_s[source] + travel[link])
+        events.append(Event(Action(stage, KINDS[kind], i), start, end))
+        busy[rank] += takes[what]
+        free[rank] = end
+    events.sort(key=lambda event: (event.start_s, event.action.stage, event.end_s))
+    makespan = max(done.end_s, default=0.0)
+    bubble = tuple(idle + makespan - end for idle, end in zip(done.idle_s, done.end_s, strict=True))
+    return Timeline(tuple(events), makespan, tuple(busy), tuple(done.transfer_wait_s), bubble, tuple(done.end_s))
 
 
 def gpipe_makespan_s(stage_times: Sequence[StageTimes], micro_batches: int) -> float:
     """The makespan of gpipe, exactly (see the module)."""
-    forward, backward, transfer = zip(*stage_times, strict=True)
+    forward, backward, transfer, _ = zip(*stage_times, strict=True)
     rest = micro_batches - 1
     return sum(forward) + rest * max(forward) + sum(backward) + rest * max(backward) + 2 * sum(transfer[:-1])
 
 
-def lower_bound_s(stage_times: Sequence[StageTimes], micro_batches: int) -> float:
-    """No schedule of these stages and micro-batches has a smaller makespan."""
-    best, above = 0.0, 0.0
-    for forward, backward, transfer in stage_times:
-        best = max(best, above + micro_batches * (forward + backward))
-        above += forward + backward + 2 * transfer
-    return best
+def lower_bound_s(
+    stage_times: Sequence[StageTimes], micro_batches: int, chunks: int = 1, split_backward: bool = False
+) -> float:
+    """No schedule of these stages and micro-batches has a smaller makespan. ``split_backward``: I and W may be apart."""
+    m, pp = micro_batches, ranks_of(len(stage_times), chunks)
+    takes = durations(stage_times)
+    n = len(stage_times)
+    forward, backward = takes[:n], takes[n : 2 * n]
+    inputs = takes[2 * n : 3 * n] if split_backward else [0.0, *backward[1:]]
+    best, there, back = 0.0, 0.0, 0.0
+    for stage, times in enumerate(stage_times):
+        if stage < pp:
+            best = max(best, there + m * sum(forward[i] + backward[i] for i in range(stage, n, pp)))
+            if stage:
+                sent = m * sum(forward[i] + inputs[i] for i in range(stage, n, pp))
+                best = max(best, there + back + backward[0] + sent)
+        there += forward[stage] + (times[2] if stage < n - 1 else 0.0)
+        back += inputs[stage] + (times[2] if stage < n - 1 else 0.0)
+    return max(best, there + back + backward[0])
+
+
+def times_of(stages: Sequence[StageEstimate]) -> list[StageTimes]:
+    return [StageTimes(s.forward_s, s.backward_s, s.transfer_s, s.weight_backward_s) for s in stages]
+
+
+def step_time_s(
+    stage_times: Sequence[StageTimes], per_step_s: Sequence[float], schedule: str, micro_batches: int, chunks: int = 1
+) -> float:
+    """The step time alone; ``per_step_s``: of each stage, gradient reduction and update."""
+    pp = ranks_of(len(stage_times), chunks)
+    ends = run(stage_times, chart(schedule, pp, micro_batches, chunks)).end_s
+    return max(end + sum(per_step_s[rank::pp]) for rank, end in enumerate(ends))
 
 
 def estimate_step(
-    stages: Sequence[StageEstimate], schedule: str, micro_batches: int, memory_limit_bytes: int
+    stages: Sequence[StageEstimate], schedule: str, micro_batches: int, memory_limit_bytes: int, chunks: int = 1
 ) -> Estimate:
     """The objective of a plan: the predicted time of one training step and its split (formulas in the module).
 
     ``stages[i].forward_s`` and ``backward_s`` hold their communication on the dp and tp axes and recomputation, but not
-    ``transfer_s``, the delay of what travels between stages i and i+1.
+    ``transfer_s``, the delay of what travels between stages i and i+1. Each rank has ``chunks`` of them.
     """
-    times = [(stage.forward_s, stage.backward_s, stage.transfer_s) for stage in stages]
-    run = _run(times, actions(schedule, len(stages), micro_batches))
+    pp = ranks_of(len(stages), chunks)
+    done = run(times_of(stages), chart(schedule, pp, micro_batches, chunks))
     ends = [
-        end + stage.gradient_sync_per_step_s + stage.optimizer_per_step_s
-        for end, stage in zip(run.end_s, stages, strict=True)
+        end + sum(stage.gradient_sync_per_step_s + stage.optimizer_per_step_s for stage in stages[rank::pp])
+        for rank, end in enumerate(done.end_s)
     ]
     step_time = max(ends)
-    bubble = sum(idle + step_time - end for idle, end in zip(run.idle_s, ends, strict=True)) / len(stages)
-    communication = sum(
-        micro_batches * (stage.forward_communication_s + stage.backward_communication_s)
-        + wait
-        + stage.gradient_sync_per_step_s
-        for stage, wait in zip(stages, run.transfer_wait_s, strict=True)
-    ) / len(stages)
+    bubble = sum(idle + step_time - end for idle, end in zip(done.idle_s, ends, strict=True)) / pp
+    communication = (
+        sum(
+            micro_batches * (stage.forward_communication_s + stage.backward_communication_s)
+            + stage.gradient_sync_per_step_s
+            for stage in stages
+        )
+        + sum(done.transfer_wait_s)
+    ) / pp
     return Estimate(
         step_time_s=step_time,
         compute_s=max(0.0, step_time - communication - bubble),
@@ -287,4 +336,5 @@ def estimate_step(
         bubble_s=bubble,
         stages=tuple(stages),
         memory_limit_bytes=memory_limit_bytes,
+        chunks=chunks,
     )

@@ -7,10 +7,12 @@
     gpipe    pp{N} schedule=gpipe             layers and micro-batches
     1f1b     pp{N} schedule=1f1b
     pp2.dp2.tp2 mb=8 zero=3 recompute=full schedule=1f1b        any mix; what is left out has the default below
+    pp2 mb=8 schedule=interleaved v=2                           v stages on each pipeline rank (zero-bubble too)
 
 ``mb`` is the number of micro-batches of a step. A batch that dp or mb does not divide is dealt as evenly as can be.
 Defaults: mb=1 without stages, else the largest divisor of a dp rank's batch up to 4 a stage (4 a stage where it has none
-as large as the number of stages); zero=0; recompute=none; schedule=1f1b where there are enough micro-batches, else gpipe.
+as large as the number of stages), such that the schedule exists; zero=0; recompute=none; schedule=interleaved where v is
+given, else 1f1b where there are enough micro-batches, else gpipe; v=2 for interleaved, else 1.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from planner.errors import BadInput
 from planner.ir.graph import Node
 from planner.ir.mesh import Mesh
 from planner.ir.plan import SCHEDULES, Plan
+from planner.schedules import IN_ROUNDS, INTERLEAVED, ZERO_BUBBLE, check, in_equal_rounds
 from planner.segment_cost import SegmentCost
 from planner.sharding_rules import Strategy
 from planner.solve.configuration import FAST, Configuration, Evaluator
@@ -47,6 +50,7 @@ class HandPicked:
     zero: int = 0
     recompute: bool = False
     schedule: str | None = None
+    chunks: int | None = None
 
 
 def parse_strategy(text: str, gpus: int) -> HandPicked:
@@ -67,6 +71,7 @@ def parse_strategy(text: str, gpus: int) -> HandPicked:
         int(options.get("zero", 0)),
         options.get("recompute", "none") == "full",
         options.get("schedule"),  # type: ignore[arg-type]
+        options.get("v"),  # type: ignore[arg-type]
     )
 
 
@@ -93,7 +98,7 @@ def _options(words: Sequence[str], text: str) -> dict[str, int | str]:
     found: dict[str, int | str] = {}
     for word in words:
         key, _, value = word.partition("=")
-        if key == "mb" and re.fullmatch(r"[1-9]\d*", value):
+        if key in ("mb", "v") and re.fullmatch(r"[1-9]\d*", value):
             found[key] = int(value)
         elif key == "zero" and value in ("0", "3"):
             found[key] = int(value)
@@ -102,7 +107,7 @@ def _options(words: Sequence[str], text: str) -> dict[str, int | str]:
         else:
             raise BadInput(
                 f"strategy {text!r}: {word!r} is not an option; the options are mb=<number>, zero=0|3, "
-                f"recompute=none|full, schedule={'|'.join(SCHEDULES)}"
+                f"recompute=none|full, schedule={'|'.join(SCHEDULES)}, v=<stages a rank>"
             )
     return found
 
@@ -120,12 +125,17 @@ def plan_by_hand(evaluator: Evaluator, text: str) -> Plan:
         check_count(batch, mesh.dp, picked.micro_batches or 1)
     except BadInput as error:
         raise BadInput(f"strategy {text!r}: {error}") from None
-    if mesh.pp > evaluator.segments:
+    chunks = picked.chunks or (2 if picked.schedule == INTERLEAVED else 1)
+    if mesh.pp == 1:
+        chunks = 1
+    if mesh.pp * chunks > evaluator.segments:
         count = evaluator.segments
         has = f"has only {count} segments to place on them" if count > 1 else "cannot be cut into any"
-        raise BadInput(f"strategy {text!r} asks for {mesh.pp} stages, but the model {has}; use at most pp{count}")
-    micro_batches, notes = _micro_batches(evaluator, picked)
-    schedule = picked.schedule or ("1f1b" if micro_batches >= mesh.pp else "gpipe")
+        most = f"pp{count}" if chunks == 1 else f"{count // chunks} ranks with v={chunks}"
+        raise BadInput(f"strategy {text!r} asks for {mesh.pp * chunks} stages, but the model {has}; use at most {most}")
+    wanted = INTERLEAVED if picked.schedule is None and chunks > 1 else picked.schedule
+    micro_batches, notes = _micro_batches(evaluator, picked, wanted)
+    schedule = wanted or ("1f1b" if micro_batches >= mesh.pp else "gpipe")
     if mesh.pp == 1:
         schedule = "1f1b"  # one stage runs each micro-batch forward and backward before the next
     if schedule == "1f1b" and micro_batches < mesh.pp:
@@ -136,17 +146,24 @@ def plan_by_hand(evaluator: Evaluator, text: str) -> Plan:
             )
         schedule = "gpipe"
         notes = (*notes, f"run as gpipe: 1f1b needs at least {mesh.pp} micro-batches")
-    configuration = Configuration(mesh, micro_batches, picked.zero if mesh.dp > 1 else 0, schedule)
+    refusal = check(schedule, mesh.pp, micro_batches, chunks)
+    if refusal:
+        raise BadInput(f"strategy {text!r}: {refusal}")
+    configuration = Configuration(mesh, micro_batches, picked.zero if mesh.dp > 1 else 0, schedule, chunks)
+    if schedule == ZERO_BUBBLE and (configuration.zero or picked.recompute):
+        raise BadInput(
+            f"strategy {text!r}: zero-bubble runs with zero=0 and recompute=none only; leave them out, or use another schedule"
+        )
     evaluator.split(mesh.dp, micro_batches)
     letters = (
         evaluator.letters(configuration, MEGATRON, megatron) if mesh.tp > 1 else evaluator.letters(configuration, FAST)
     )
     recompute = (picked.recompute,) * evaluator.segments
-    stages = even_stages(evaluator.costs(configuration, letters), recompute, mesh.pp)
+    stages = even_stages(evaluator.costs(configuration, letters), recompute, mesh.pp * chunks)
     return evaluator.build_plan(configuration, letters, stages, recompute, text, notes=notes)
 
 
-def _micro_batches(evaluator: Evaluator, picked: HandPicked) -> tuple[int, tuple[str, ...]]:
+def _micro_batches(evaluator: Evaluator, picked: HandPicked, schedule: str | None) -> tuple[int, tuple[str, ...]]:
     """The number of micro-batches, and a note where the model allows only one."""
     batch, mesh = evaluator.problem.graph.batch_size, picked.mesh
     if picked.micro_batches is not None:
@@ -157,6 +174,8 @@ def _micro_batches(evaluator: Evaluator, picked: HandPicked) -> tuple[int, tuple
     count = max(d for d in divisors(rows) if d <= most and (d == 1 or batch % mesh.dp == 0))
     if count < min(mesh.pp, rows):
         count = min(most, rows)
+    if schedule in IN_ROUNDS:
+        count = max(n for n in range(1, count + 1) if n == 1 or (count % n == 0 and in_equal_rounds(mesh.pp, n)))
     if count > 1:
         try:
             evaluator.split(mesh.dp, count)
@@ -174,8 +193,8 @@ def megatron(node: Node, strategy: Strategy) -> bool:
     return letters is None or (strategy.letter != "" and strategy.letter in letters)
 
 
-def even_stages(costs: Sequence[SegmentCost], recompute: Sequence[bool], pp: int) -> tuple[tuple[int, int], ...]:
-    """The split into ``pp`` stages whose slowest takes least (the linear partition problem, by dynamic programming)."""
+def even_stages(costs: Sequence[SegmentCost], recompute: Sequence[bool], count: int) -> tuple[tuple[int, int], ...]:
+    """The split into ``count`` stages whose slowest takes least (the linear partition problem, by dynamic programming)."""
     times = [
         c.forward_s + c.backward_s + (c.forward_s if again else 0) for c, again in zip(costs, recompute, strict=True)
     ]
@@ -184,7 +203,7 @@ def even_stages(costs: Sequence[SegmentCost], recompute: Sequence[bool], pp: int
         prefix.append(prefix[-1] + t)
     n = len(times)
     best: list[list[tuple[float, int]]] = [[(prefix[end], 0) for end in range(n + 1)]]
-    for stages in range(2, pp + 1):
+    for stages in range(2, count + 1):
         row = [(float("inf"), 0)] * (n + 1)
         for end in range(stages, n + 1):
             row[end] = min(

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from planner.ir.mesh import Mesh
 from planner.ir.plan import MemoryEstimate, OperatorLayout, Plan, Searched, SegmentInfo, StageEstimate
+from planner.schedules import check
 from planner.simulate import estimate_step
 
 GB = 10**9
@@ -68,6 +69,28 @@ def example_plan() -> Plan:
     )
 
 
+def interleaved_plan(schedule: str = "interleaved") -> Plan:
+    """The same model with two stages on each pipeline rank."""
+    plan = example_plan()
+    stages = tuple(
+        StageEstimate(
+            0.006 + 0.001 * i, 0.012, 0.001, 0.002, 0.0, 0.001 * (i < 3), 0.002, 0.001,
+            MemoryEstimate(GB, GB, 2 * GB, (4 - i) * GB, GB * (i < 2)), 0.005,
+        )
+        for i in range(4)
+    )  # fmt: skip
+    estimate = estimate_step(stages, schedule, 4, 16 * GB, 2)
+    return replace(
+        plan,
+        schedule=schedule,
+        stages=((0, 2), (2, 3), (3, 4), (4, 6)),
+        chunks=2,
+        recompute=(False,) * 6,
+        estimate=estimate,
+        bound_s=estimate.step_time_s,
+    )
+
+
 def single_device_plan() -> Plan:
     plan = example_plan()
     stage = StageEstimate(0.010, 0.020, optimizer_per_step_s=0.002, memory=MemoryEstimate(GB, GB, 2 * GB, GB, 0))
@@ -92,22 +115,25 @@ def plans(draw: st.DrawFn) -> Plan:
     """Any legal plan, small."""
     degree = st.sampled_from([1, 2, 4])
     mesh = Mesh(draw(degree), draw(degree), draw(degree))
-    micro_batches = draw(st.integers(mesh.pp, 8))
-    schedule = draw(st.sampled_from(["gpipe", "1f1b"]))
+    chunks = draw(st.sampled_from([1, 2])) if mesh.pp > 1 else 1
+    schedules = ["gpipe", "1f1b"] if chunks == 1 else ["interleaved"]
+    schedule = draw(st.sampled_from([*schedules, *(["zero-bubble"] * (mesh.pp > 1))]))
+    micro_batches = draw(st.integers(mesh.pp, 8).filter(lambda m: not check(schedule, mesh.pp, m, chunks)))
+    count = mesh.pp * chunks
     seconds, size_bytes = st.floats(0, 100), st.integers(0, 10**12)
     memory = st.builds(MemoryEstimate, *[size_bytes] * 5)
     stage = st.builds(
         lambda f, b, fc, bc, again, t, g, u, memory: StageEstimate(
-            f + fc, b + bc + again, fc, bc, again, t, g, u, memory
+            f + fc, b + bc + again, fc, bc, again, t, g, u, memory, b / 2
         ),
         *[seconds] * 8,
         memory,
     )
-    stages = tuple(draw(st.lists(stage, min_size=mesh.pp, max_size=mesh.pp)))
-    limit = max(stage.memory.total_bytes for stage in stages)
-    estimate = estimate_step(stages, schedule, micro_batches, limit)
-    lengths = draw(st.lists(st.integers(1, 3), min_size=mesh.pp, max_size=mesh.pp))
-    cuts = [sum(lengths[:i]) for i in range(mesh.pp + 1)]
+    stages = tuple(draw(st.lists(stage, min_size=count, max_size=count)))
+    estimate = estimate_step(stages, schedule, micro_batches, 0, chunks)
+    estimate = replace(estimate, memory_limit_bytes=estimate.peak_memory_bytes)
+    lengths = draw(st.lists(st.integers(1, 3), min_size=count, max_size=count))
+    cuts = [sum(lengths[:i]) for i in range(count + 1)]
     word = st.text(max_size=8)
     segment = st.builds(SegmentInfo, st.integers(0, 2), word, size_bytes, size_bytes)
     segments = tuple(draw(st.lists(segment, min_size=cuts[-1], max_size=cuts[-1])))
@@ -125,9 +151,15 @@ def plans(draw: st.DrawFn) -> Plan:
         mesh=mesh,
         micro_batches=micro_batches,
         schedule=schedule,
-        zero=draw(st.sampled_from([0, 3])),
+        zero=0 if schedule == "zero-bubble" else draw(st.sampled_from([0, 3])),
         stages=tuple(zip(cuts, cuts[1:], strict=False)),
-        recompute=tuple(draw(st.lists(st.booleans(), min_size=cuts[-1], max_size=cuts[-1]))),
+        recompute=tuple(
+            draw(
+                st.lists(
+                    st.booleans() if schedule != "zero-bubble" else st.just(False), min_size=cuts[-1], max_size=cuts[-1]
+                )
+            )
+        ),
         segments=segments,
         layouts=tuple(layouts),
         global_batch=mesh.dp * micro_batches * draw(st.integers(1, 4)),
@@ -140,4 +172,5 @@ def plans(draw: st.DrawFn) -> Plan:
         searched=tuple(draw(st.lists(searched, max_size=3))),
         notes=tuple(draw(st.lists(word, max_size=2))),
         seed=draw(st.integers(0, 2**63)),
+        chunks=chunks,
     )

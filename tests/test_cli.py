@@ -136,7 +136,7 @@ def test_python_dash_m(folder: Path) -> None:
     ("edit", "told"),
     [
         (lambda text: text[:200], "is not a plan: not valid JSON"),
-        (lambda text: text.replace('"version": 1', '"version": 7'), "is a plan of version 7"),
+        (lambda text: text.replace('"version": 2', '"version": 7'), "is a plan of version 7"),
         (
             lambda text: text.replace('"micro_batches": 4', '"micro_batches": 99'),
             "cannot be cut into 2 data shards x 99",

@@ -34,7 +34,7 @@ from planner.report.verification import Cause, ComparedTensor
 from planner.report.words import collapse, counted, mesh_words, strategy_words
 from planner.simulate import estimate_step
 from planner.sizes import format_bytes, format_count, format_seconds, parse_bytes
-from tests.plan_examples import GB, example_plan, plans, single_device_plan
+from tests.plan_examples import GB, example_plan, interleaved_plan, plans, single_device_plan
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -47,7 +47,12 @@ def text_of(renderable: object, width: int = 80) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "plan"), [("plan_report.txt", example_plan()), ("single_device_report.txt", single_device_plan())]
+    ("name", "plan"),
+    [
+        ("plan_report.txt", example_plan()),
+        ("single_device_report.txt", single_device_plan()),
+        ("interleaved_report.txt", interleaved_plan()),
+    ],
 )
 def test_golden_report(name: str, plan: Plan) -> None:
     assert plan_text(plan, width=80) == (GOLDEN / name).read_text(encoding="utf-8")
@@ -178,6 +183,25 @@ def test_gantt_by_hand() -> None:
         "         0 s                           9.00 s",
         "         0░░ forward   0▓▓ backward",
     ]
+
+
+def test_gantt_of_several_stages_a_device() -> None:
+    stages = [StageEstimate(1.0, 2.0, weight_backward_s=1.0)] * 4
+    plan = replace(
+        example_plan(),
+        mesh=Mesh(pp=2),
+        micro_batches=2,
+        schedule="zero-bubble",
+        chunks=2,
+        estimate=estimate_step(stages, "zero-bubble", 2, 1, 2),
+    )
+    drawn = text_of(Gantt(plan), len("stages 0, 2 ||") + 39).splitlines()
+    assert drawn[:3] == [
+        "stages 0, 2 |0a░1a░0b░1b░   0b▓0b▒1b▓1b▒0a▒▒▒▒1a▒▒▒▒|",
+        "stages 1, 3 |   0a░1a░0b░0b▓1b░1b▓0b▒0a▓1b▒1a▓0a▒1a▒|",
+        "             0 s                              13.0 s",
+    ]
+    assert " ".join(map(str.strip, drawn[3:])) == "0░░ forward   0▓▓ input gradient   0▒▒ weight gradient"
 
 
 def test_many_stages_are_cut_short() -> None:

@@ -33,7 +33,7 @@ from planner.segments import node_classes
 from planner.shard import SHARED
 from planner.sharding_rules import Strategy, rule_of, strategies
 from planner.sharding_rules.cuts import find_cuts
-from planner.simulate import estimate_step, lower_bound_s
+from planner.simulate import StageTimes, estimate_step, lower_bound_s
 from planner.sizes import format_bytes
 from planner.solve import search as search_module
 from planner.solve.configuration import FAST, LEAN, Configuration, Evaluator, Problem
@@ -207,12 +207,12 @@ def test_no_strategies_work_less_than_the_bound_of_the_fast_ones(make: Callable[
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=6), st.integers(1, 12))
 def test_the_pipeline_bound_is_below_the_bound_of_any_split(times: list[float], micro_batches: int) -> None:
     least_s = pipeline_bound_s(sum(times), len(times), micro_batches)
-    assert least_s <= lower_bound_s([(t, 0.0, 0.0) for t in times], micro_batches) * (1 + 1e-9)
+    assert least_s <= lower_bound_s([StageTimes(t, 0.0) for t in times], micro_batches) * (1 + 1e-9)
 
 
 def test_the_pipeline_bound_is_reached() -> None:
     """By stages that get shorter by 1 - 1/m each."""
-    times = [(0.75**i, 0.0, 0.0) for i in range(3)]
+    times = [StageTimes(0.75**i, 0.0) for i in range(3)]
     assert lower_bound_s(times, 4) == pytest.approx(pipeline_bound_s(1 + 0.75 + 0.75**2, 3, 4))
     assert pipeline_bound_s(6.0, 1, 5) == 30.0
     assert pipeline_bound_s(6.0, 3, 1) == 6.0

@@ -12,9 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from planner.ir.plan import StageEstimate
+from planner.paths import critical_path, fill_and_drain_paths
 from planner.schedules import in_flight
 from planner.segment_cost import SegmentCost, stage_estimate
-from planner.simulate import StageTimes, critical_path, estimate_step, fill_and_drain_paths
+from planner.simulate import StageTimes, estimate_step, times_of
 from planner.solve import frontier, stages
 from planner.solve.frontier import Frontier
 from planner.solve.stages import StageChoice, StageInfeasible, choose_stages
@@ -190,8 +191,7 @@ STAGES = st.lists(
 
 
 def figures(chain: list[StageEstimate]) -> tuple[list[StageTimes], list[float]]:
-    times = [(s.forward_s, s.backward_s, s.transfer_s) for s in chain]
-    return times, [s.gradient_sync_per_step_s + s.optimizer_per_step_s for s in chain]
+    return times_of(chain), [s.gradient_sync_per_step_s + s.optimizer_per_step_s for s in chain]
 
 
 SCHEDULES = st.sampled_from(["gpipe", "1f1b"])
@@ -207,11 +207,11 @@ def test_fill_and_drain_paths_are_lower_bounds(chain: list[StageEstimate], micro
     times, once = figures(chain)
     step_s = estimate_step(chain, schedule, m, 0).step_time_s
     expected = []
-    round_trip = sum(f + b for f, b, _ in times) + 2 * sum(r for *_, r in times[:-1])
-    for j, (forward_s, backward_s, _) in enumerate(times):
+    round_trip = sum(t.forward_s + t.backward_s for t in times) + 2 * sum(t.transfer_s for t in times[:-1])
+    for j, (forward_s, backward_s, *_) in enumerate(times):
         w = m if schedule == "gpipe" else min(m, len(chain) - j)
-        back = sum(f + b + 2 * r for f, b, r in times[:j])
-        there = sum(f + r for f, b, r in times[:j])
+        back = sum(f + b + 2 * r for f, b, r, _ in times[:j])
+        there = sum(f + r for f, _, r, _ in times[:j])
         expected += [
             back + m * (forward_s + backward_s) + once[0],
             there + m * (forward_s + backward_s) + once[j],

@@ -50,6 +50,11 @@ def planned(text: str, gpus: int = 4, make: Callable[..., object] = gpt_tied) ->
             "pp2.dp2 zero=3 schedule=gpipe",
             HandPicked("pp2.dp2 zero=3 schedule=gpipe", Mesh(2, 2), None, 3, False, "gpipe"),
         ),
+        (
+            "pp2.dp2 mb=8 schedule=interleaved v=3",
+            HandPicked("pp2.dp2 mb=8 schedule=interleaved v=3", Mesh(2, 2), 8, schedule="interleaved", chunks=3),
+        ),
+        ("pp4 schedule=zero-bubble", HandPicked("pp4 schedule=zero-bubble", Mesh(pp=4), schedule="zero-bubble")),
     ],
 )
 def test_it_reads(text: str, expected: HandPicked) -> None:
@@ -95,6 +100,7 @@ def test_it_reads_what_is_written(degrees, mb, zero, recompute, schedule, random
         ("gpipe schedule=zb", r"'schedule=zb' is not an option; .* schedule=gpipe\|1f1b"),
         ("ddp tp", r"'tp' is not an option"),
         ("ddp MB=2", r"'MB=2' is not an option"),
+        ("pp4 v=0", r"'v=0' is not an option; .* v=<stages a rank>"),
     ],
 )
 def test_what_cannot_be_read(text: str, message: str) -> None:
@@ -119,6 +125,15 @@ def test_what_cannot_be_read(text: str, message: str) -> None:
             "pp4.tp4 mb=2 schedule=1f1b",
             r"1f1b needs at least as many micro-batches as stages \(4\); use mb=4 or more, or",
         ),
+        ("pp8.tp2 mb=8 v=2", r"asks for 16 stages, but the model has only \d .*; use at most \d ranks with v=2"),
+        (
+            "pp2.tp8 mb=5 v=2",
+            r"interleaved runs its micro-batches in equal rounds, .*; use a multiple of 2, such as mb=4",
+        ),
+        ("pp2.tp8 mb=4 v=2 schedule=1f1b", r"1f1b runs one stage a rank, not 2"),
+        ("pp2.tp8 mb=4 v=1 schedule=interleaved", r"interleaved needs at least 2 stages a rank"),
+        ("pp2.dp8 mb=1 zero=3 schedule=zero-bubble", r"zero-bubble runs with zero=0 and recompute=none only"),
+        ("pp2.tp8 mb=2 recompute=full schedule=zero-bubble", r"zero-bubble runs with zero=0 and recompute=none only"),
     ],
 )
 def test_what_cannot_be_planned(text: str, message: str) -> None:
@@ -128,7 +143,8 @@ def test_what_cannot_be_planned(text: str, message: str) -> None:
 
 # --- the plans --------------------------------------------------------------------------------------------------------
 
-MIXES = ("dp2.tp2", "pp2.dp2", "pp2.tp2 mb=8", "dp4 mb=2 zero=3 recompute=full", "pp4 mb=2 schedule=gpipe")
+MIXES = ("dp2.tp2", "pp2.dp2", "pp2.tp2 mb=8", "dp4 mb=2 zero=3 recompute=full", "pp4 mb=2 schedule=gpipe",
+         "pp2.dp2 mb=2 schedule=interleaved", "pp2.tp2 v=2", "pp2.tp2 mb=4 schedule=zero-bubble")  # fmt: skip
 
 
 @pytest.mark.parametrize("text", (*NAMED, *MIXES))
@@ -151,6 +167,11 @@ def test_the_defaults() -> None:
     assert planned("gpipe").configuration == "pp4 mb=8 zero=0 recompute=none schedule=gpipe"
     assert planned("1f1b").configuration == "pp4 mb=8 zero=0 recompute=none schedule=1f1b"
     assert planned("pp2.dp2").configuration == "pp2.dp2 mb=4 zero=0 recompute=none schedule=1f1b"
+    assert planned("pp2.dp2 v=2").configuration == "pp2.dp2 mb=4 zero=0 recompute=none schedule=interleaved v=2"
+    assert planned("pp2.dp2 schedule=zero-bubble").configuration.endswith(
+        "mb=4 zero=0 recompute=none schedule=zero-bubble"
+    )
+    assert planned("dp4 mb=2 schedule=zero-bubble v=2").configuration == "dp4 mb=2 zero=0 recompute=none"
     assert planned("pp4 mb=2").configuration == "pp4 mb=2 zero=0 recompute=none schedule=gpipe"
     assert planned("tp4 zero=3").configuration == "tp4 mb=1 zero=0 recompute=none"
     assert planned("pp4 recompute=full").configuration.endswith("recompute=full schedule=1f1b")

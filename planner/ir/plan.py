@@ -6,7 +6,8 @@
       why           estimate (time and memory, per stage), objective, bound and gap, the configurations searched
       for what      model, graph digest, cluster, global batch, precision, optimizer, memory limit
 
-Segments are numbered along the chain of cuts; stage i holds segments ``stages[i][0]`` up to, but not, ``stages[i][1]``.
+Segments are numbered along the chain of cuts; stage i holds segments ``stages[i][0]`` up to, but not, ``stages[i][1]``. Each
+pipeline rank runs ``chunks`` stages: stage i lives on rank i % pp.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import Any
 from planner.errors import InvalidPlan
 from planner.ir.mesh import Mesh
 
-VERSION = 1
-SCHEDULES = ("gpipe", "1f1b")
+VERSION = 2
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 _REMEDY = "Write it again with 'planner plan'."
 
 
@@ -74,7 +75,8 @@ class StageEstimate:
 
     ``forward_s`` and ``backward_s`` include their share of communication (``forward_communication_s``, ...) and of
     recomputation (``recomputation_s``, part of backward), but not ``transfer_s``: the delay, each way, of what travels
-    between this stage and the next.
+    between this stage and the next. ``weight_backward_s``: the part of backward that makes gradients of weights only.
+    ``memory``: of several stages on one device, each one's share of what the device needs at its peak.
     ``gradient_sync_per_step_s`` is the exposed part of the gradient reduction; ``optimizer_per_step_s`` the update.
     """
 
@@ -87,6 +89,7 @@ class StageEstimate:
     gradient_sync_per_step_s: float = 0.0
     optimizer_per_step_s: float = 0.0
     memory: MemoryEstimate = field(default_factory=MemoryEstimate)
+    weight_backward_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,8 @@ class Estimate:
     """What one training step is predicted to cost. Times in seconds, averaged over devices where they split a step:
 
     step_time_s = compute_s + exposed_communication_s + bubble_s
+
+    ``chunks``: stages a device.
     """
 
     step_time_s: float
@@ -102,10 +107,23 @@ class Estimate:
     bubble_s: float
     stages: tuple[StageEstimate, ...]
     memory_limit_bytes: int
+    chunks: int = 1
+
+    @property
+    def devices(self) -> tuple[MemoryEstimate, ...]:
+        """Memory of a device of each pipeline rank: its stages' together."""
+        if self.chunks == 1:
+            return tuple(stage.memory for stage in self.stages)
+        ranks = len(self.stages) // self.chunks
+        names = [f.name for f in fields(MemoryEstimate)]
+        return tuple(
+            MemoryEstimate(**{name: sum(getattr(s.memory, name) for s in self.stages[rank::ranks]) for name in names})
+            for rank in range(ranks)
+        )
 
     @property
     def peak_memory_bytes(self) -> int:
-        return max(stage.memory.total_bytes for stage in self.stages)
+        return max(memory.total_bytes for memory in self.devices)
 
     @property
     def fits(self) -> bool:
@@ -149,6 +167,7 @@ class Plan:
     searched: tuple[Searched, ...] = ()
     notes: tuple[str, ...] = ()
     seed: int = 0
+    chunks: int = 1
     version: int = VERSION
 
     @property
@@ -165,7 +184,8 @@ class Plan:
         """The plan in the strategy grammar: ``pp2.dp2.tp2 mb=8 zero=3 recompute=full schedule=1f1b``."""
         recompute = {0: "none", len(self.recompute): "full"}.get(sum(self.recompute), "some")
         parts = [str(self.mesh), f"mb={self.micro_batches}", f"zero={self.zero}", f"recompute={recompute}"]
-        return " ".join(parts + ([f"schedule={self.schedule}"] if self.mesh.pp > 1 else []))
+        parts += [f"schedule={self.schedule}"] if self.mesh.pp > 1 else []
+        return " ".join(parts + ([f"v={self.chunks}"] if self.chunks > 1 else []))
 
     def to_json(self) -> str:
         data = asdict(self)

@@ -10,7 +10,8 @@ from typing import Any
 from planner.errors import InvalidPlan
 from planner.ir.graph import Graph
 from planner.ir.layout import Pair
-from planner.ir.plan import SCHEDULES, Estimate, Plan
+from planner.ir.plan import Estimate, Plan
+from planner.schedules import ZERO_BUBBLE, check
 from planner.simulate import estimate_step
 
 ZERO_STAGES = (0, 3)
@@ -21,8 +22,8 @@ TOLERANCE = 1e-9  # relative, between a stored figure and the same figure comput
 
 def verify_plan(plan: Plan, graph: Graph | None = None) -> None:
     """Raise InvalidPlan naming the first thing wrong with ``plan``, or that ``graph`` is not the one it is for."""
-    for check in (_structure, _layouts, _figures, _estimate, _proof):
-        for problem in check(plan):
+    for law in (_structure, _layouts, _figures, _estimate, _proof):
+        for problem in law(plan):
             raise InvalidPlan(f"the plan for {plan.model} is not legal: {problem}. {REMEDY}")
     if graph is not None:
         _same_graph(plan, graph)
@@ -32,8 +33,9 @@ def _structure(plan: Plan) -> Iterator[str]:
     mesh, segments = plan.mesh, len(plan.segments)
     if not segments:
         yield "it has no segments"
-    if len(plan.stages) != mesh.pp:
-        yield f"it has {len(plan.stages)} stages, but its mesh {mesh} has {mesh.pp}"
+    if plan.chunks < 1 or len(plan.stages) != mesh.pp * plan.chunks:
+        each = "" if plan.chunks == 1 else f" of {plan.chunks} stages each"
+        yield f"it has {len(plan.stages)} stages, but its mesh {mesh} has {mesh.pp}{each}"
     expected = 0
     for index, (first, end) in enumerate(plan.stages):
         if first != expected:
@@ -45,17 +47,26 @@ def _structure(plan: Plan) -> Iterator[str]:
         yield f"its stages end at segment {expected}, but it has {segments} segments"
     if len(plan.recompute) != segments:
         yield f"recompute has {len(plan.recompute)} entries for {segments} segments"
-    if plan.schedule not in SCHEDULES:
-        yield f"unknown schedule {plan.schedule!r}; the schedules are {', '.join(SCHEDULES)}"
     if plan.micro_batches < 1 or plan.global_batch < 1:
         yield f"{plan.micro_batches} micro-batches of a batch of {plan.global_batch}; both must be at least 1"
     if plan.global_batch < mesh.dp * plan.micro_batches:
         parts = f"{mesh.dp} data shards x {plan.micro_batches} micro-batches"
         yield f"a batch of {plan.global_batch} cannot be cut into {parts}"
-    if plan.schedule == "1f1b" and mesh.pp > plan.micro_batches:
-        yield f"1f1b needs at least as many micro-batches as stages, not {plan.micro_batches} for {mesh.pp}"
+    refusal = check(plan.schedule, mesh.pp, plan.micro_batches, plan.chunks)
+    if refusal:
+        yield refusal
     if plan.zero not in ZERO_STAGES:
         yield f"ZeRO stage {plan.zero}; it must be one of {', '.join(map(str, ZERO_STAGES))}"
+    if plan.schedule == ZERO_BUBBLE:
+        yield from _zero_bubble(plan)
+
+
+def _zero_bubble(plan: Plan) -> Iterator[str]:
+    """What a backward in two parts cannot be mixed with: torch would run it twice, or lose gradients without a word."""
+    if plan.zero and plan.mesh.dp > 1:
+        yield f"zero-bubble runs with ZeRO 0 only, not {plan.zero}; use another schedule, or zero=0"
+    if any(again not in (False, "none") for again in plan.recompute):
+        yield "zero-bubble runs without recomputation only; use another schedule, or recompute=none"
 
 
 def _layouts(plan: Plan) -> Iterator[str]:
@@ -88,6 +99,7 @@ def _figures(plan: Plan) -> Iterator[str]:
         for name, whole_s, part_s in (
             ("forward", stage.forward_s, stage.forward_communication_s),
             ("backward", stage.backward_s, stage.backward_communication_s + stage.recomputation_s),
+            ("backward", stage.backward_s, stage.weight_backward_s),
         ):
             if part_s > whole_s * (1 + TOLERANCE):
                 yield f"estimate of stage {index}: the parts of its {name}, {part_s:.9g} s, exceed {whole_s:.9g} s"
@@ -97,9 +109,9 @@ def _figures(plan: Plan) -> Iterator[str]:
 
 def _estimate(plan: Plan) -> Iterator[str]:
     stored = plan.estimate
-    if len(stored.stages) != plan.mesh.pp:
-        yield f"its estimate has {len(stored.stages)} stages, but its mesh {plan.mesh} has {plan.mesh.pp}"
-    again = estimate_step(stored.stages, plan.schedule, plan.micro_batches, stored.memory_limit_bytes)
+    if (len(stored.stages), stored.chunks) != (len(plan.stages), plan.chunks):
+        yield f"its estimate has {len(stored.stages)} stages, {stored.chunks} a device, the plan {len(plan.stages)}"
+    again = estimate_step(stored.stages, plan.schedule, plan.micro_batches, stored.memory_limit_bytes, plan.chunks)
     for name in ("step_time_s", "compute_s", "exposed_communication_s", "bubble_s"):
         ours, theirs = getattr(again, name), getattr(stored, name)
         if abs(ours - theirs) > TOLERANCE * again.step_time_s:
@@ -109,9 +121,11 @@ def _estimate(plan: Plan) -> Iterator[str]:
 
 
 def _overflow(estimate: Estimate) -> str:
-    peaks = [stage.memory.total_bytes for stage in estimate.stages]
+    peaks = [memory.total_bytes for memory in estimate.devices]
     worst = max(range(len(peaks)), key=peaks.__getitem__)
-    return f"stage {worst} needs {peaks[worst]} bytes a device, the limit is {estimate.memory_limit_bytes}"
+    stages = list(range(worst, len(estimate.stages), len(peaks)))
+    name = f"stage {worst}" if len(stages) == 1 else f"the device of stages {', '.join(map(str, stages))}"
+    return f"{name} needs {peaks[worst]} bytes a device, the limit is {estimate.memory_limit_bytes}"
 
 
 def _proof(plan: Plan) -> Iterator[str]:

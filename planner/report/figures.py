@@ -1,6 +1,6 @@
 """Figures computed from a plan: what binds it, its summary in one line, and a mapping for scripts.
 
-memory binds          a stage uses more than 90 % of the limit
+memory binds          a device uses more than 90 % of the limit
 then the largest of   compute, exposed communication, bubble as shares of the step
 """
 
@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from planner.ir.plan import Plan
+from planner.report.words import device_words
 from planner.sizes import format_bytes, format_seconds
 
 MEMORY_BINDS = 0.9
@@ -26,25 +27,26 @@ def shares(plan: Plan) -> dict[str, float]:
     }
 
 
-def share_of_limit(plan: Plan, stage: int) -> float:
+def share_of_limit(plan: Plan, rank: int) -> float:
+    """What a device of pipeline rank ``rank`` needs of its memory, all its stages together."""
     limit = plan.estimate.memory_limit_bytes
-    total = plan.estimate.stages[stage].memory.total_bytes
+    total = plan.estimate.devices[rank].total_bytes
     return total / limit if limit else float(total > 0)
 
 
-def fullest_stage(plan: Plan) -> int:
-    stages = plan.estimate.stages
-    return max(range(len(stages)), key=lambda stage: stages[stage].memory.total_bytes)
+def fullest_rank(plan: Plan) -> int:
+    devices = plan.estimate.devices
+    return max(range(len(devices)), key=lambda rank: devices[rank].total_bytes)
 
 
 def bindings(plan: Plan) -> tuple[tuple[str, str], ...]:
     """What binds the plan, as (kind, reason); kinds are 'memory', 'compute', 'communication' and 'bubble'."""
     found = []
-    stage = fullest_stage(plan)
-    full = share_of_limit(plan, stage)
+    rank = fullest_rank(plan)
+    full = share_of_limit(plan, rank)
     if full > MEMORY_BINDS:
         limit = format_bytes(plan.estimate.memory_limit_bytes)
-        found.append(("memory", f"stage {stage} uses {full:.0%} of {limit}"))
+        found.append(("memory", f"{device_words(plan, rank)} uses {full:.0%} of {limit}"))
     parts = shares(plan)
     largest = max(parts, key=parts.__getitem__)
     step = plan.estimate.step_time_s
@@ -90,7 +92,8 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
             "labels": [segment.label for segment in plan.segments[first:end]],
             "parameters": sum(segment.parameters for segment in plan.segments[first:end]),
             "recomputed_segments": sum(plan.recompute[first:end]),
-            "share_of_memory_limit": share_of_limit(plan, index),
+            "rank": index % plan.mesh.pp,
+            "share_of_memory_limit": share_of_limit(plan, index % plan.mesh.pp),
         }
         stages.append(figures)
     return {
@@ -106,6 +109,7 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
         "global_batch": plan.global_batch,
         "micro_batches": plan.micro_batches,
         "schedule": plan.schedule,
+        "chunks": plan.chunks,
         "zero": plan.zero,
         "step_time_s": estimate.step_time_s,
         "samples_per_s": plan.global_batch / estimate.step_time_s if estimate.step_time_s else None,

@@ -1,15 +1,18 @@
 """The schedule drawn with text blocks: which stage is busy when, with which micro-batch.
 
-One row a stage, one cell a slice of time. A block starts with its micro-batch number where there is room:
+One row a device, one cell a slice of time. A block starts with its micro-batch number where there is room:
 
     stage 0 |0░1░      0▓▓▓1▓▓▓~+|
     stage 1 |  0░0▓▓▓1░1▓▓▓    ~+|
+
+Where a device has several stages, a letter behind the number says which: ``0a`` is micro-batch 0 in the first of them.
 
 When drawing the whole step leaves no room for numbers, its beginning and end are drawn, ``…`` between.
 """
 
 from __future__ import annotations
 
+import string
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,20 +21,28 @@ from rich.measure import Measurement
 from rich.text import Text
 
 from planner.ir.plan import Plan
-from planner.simulate import simulate
+from planner.report.words import stages_words
+from planner.schedules import ZERO_BUBBLE
+from planner.simulate import simulate, times_of
 from planner.sizes import format_seconds
 
-FILLS = {"F": "░", "B": "▓", "S": "~", "U": "+"}
-ASCII_FILLS = {"F": "-", "B": "=", "S": "~", "U": "+"}
-STYLES = {"F": "black on bright_cyan", "B": "black on bright_green", "S": "yellow", "U": "magenta"}
-WORDS = {"F": "forward", "B": "backward", "S": "gradient sync", "U": "update"}
+FILLS = {"F": "░", "B": "▓", "I": "▓", "W": "▒", "S": "~", "U": "+"}
+ASCII_FILLS = {"F": "-", "B": "=", "I": "=", "W": "#", "S": "~", "U": "+"}
+STYLES = {
+    "F": "black on bright_cyan", "B": "black on bright_green", "I": "black on bright_green", "W": "black on green",
+    "S": "yellow", "U": "magenta",
+}  # fmt: skip
+WORDS = {
+    "F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "S": "gradient sync",
+    "U": "update",
+}  # fmt: skip
 MOST_ROWS = 16
 NARROWEST = 2  # cells a block should have
 
 
 @dataclass(frozen=True)
 class Block:
-    """``kind``: F forward, B backward, S gradient synchronisation, U update."""
+    """``kind``: F forward, B backward, I and W its two parts, S gradient synchronisation, U update."""
 
     kind: str
     start_s: float
@@ -57,20 +68,23 @@ class Window:
 
 
 def blocks(plan: Plan) -> tuple[tuple[Block, ...], ...]:
-    """What each stage does during one step, in order."""
-    stages = plan.estimate.stages
-    timeline = simulate(
-        [(stage.forward_s, stage.backward_s, stage.transfer_s) for stage in stages], plan.schedule, plan.micro_batches
-    )
-    rows: list[list[Block]] = [[] for _ in stages]
+    """What the devices of each pipeline rank do during one step, in order."""
+    stages, pp = plan.estimate.stages, plan.mesh.pp
+    timeline = simulate(times_of(stages), plan.schedule, plan.micro_batches, plan.chunks)
+    rows: list[list[Block]] = [[] for _ in range(pp)]
     for event in timeline.events:
         action = event.action
-        rows[action.stage].append(Block(action.kind, event.start_s, event.end_s, str(action.micro_batch)))
-    for row, stage, end in zip(rows, stages, timeline.end_s, strict=True):
-        synchronised = end + stage.gradient_sync_per_step_s
+        label = str(action.micro_batch) + (_letter(action.stage // pp) if plan.chunks > 1 else "")
+        rows[action.stage % pp].append(Block(action.kind, event.start_s, event.end_s, label))
+    for rank, (row, end) in enumerate(zip(rows, timeline.end_s, strict=True)):
+        synchronised = end + sum(stage.gradient_sync_per_step_s for stage in stages[rank::pp])
         row.append(Block("S", end, synchronised))
-        row.append(Block("U", synchronised, synchronised + stage.optimizer_per_step_s))
+        row.append(Block("U", synchronised, synchronised + sum(s.optimizer_per_step_s for s in stages[rank::pp])))
     return tuple(tuple(row) for row in rows)
+
+
+def _letter(chunk: int) -> str:
+    return string.ascii_lowercase[chunk % len(string.ascii_lowercase)]
 
 
 def windows(plan: Plan, width: int) -> tuple[Window, ...]:
@@ -79,8 +93,11 @@ def windows(plan: Plan, width: int) -> tuple[Window, ...]:
     if step <= 0:
         return ()
     slowest = max(plan.estimate.stages, key=lambda stage: stage.forward_s + stage.backward_s)
-    shorter = min(slowest.forward_s, slowest.backward_s) or max(slowest.forward_s, slowest.backward_s)
-    cell = shorter / max(NARROWEST, len(str(plan.micro_batches - 1)))
+    times = [slowest.forward_s, slowest.backward_s]
+    if plan.schedule == ZERO_BUBBLE:
+        times = [slowest.forward_s, slowest.backward_s - slowest.weight_backward_s, slowest.weight_backward_s]
+    shorter = min((t for t in times if t), default=0.0)
+    cell = shorter / max(NARROWEST, len(str(plan.micro_batches - 1)) + (plan.chunks > 1))
     if step <= cell * width or not cell:
         return (Window(0.0, step / width, width),)
     left = (width - 1) // 2
@@ -100,7 +117,7 @@ class Gantt:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         rows = blocks(self.plan)
         fills = ASCII_FILLS if options.ascii_only else FILLS
-        names = [f"stage {index} " for index in range(len(rows))]
+        names = [f"stage{'s' * (self.plan.chunks > 1)} {stages_words(self.plan, rank)} " for rank in range(len(rows))]
         margin = max(map(len, names))
         parts = windows(self.plan, max(8, options.max_width - margin - 2))
         if not parts:
@@ -108,7 +125,9 @@ class Gantt:
         for index, row in enumerate(rows):
             if len(rows) > MOST_ROWS and MOST_ROWS // 2 <= index < len(rows) - MOST_ROWS // 2:
                 if index == MOST_ROWS // 2:
-                    yield Text(f"{'…':>{margin}} {len(rows) - MOST_ROWS} more stages")
+                    yield Text(
+                        f"{'…':>{margin}} {len(rows) - MOST_ROWS} more {'stages' if self.plan.chunks == 1 else 'devices'}"
+                    )
                 continue
             line = Text(names[index].rjust(margin) + "|")
             for number, window in enumerate(parts):
@@ -149,7 +168,7 @@ def _legend(rows: tuple[tuple[Block, ...], ...], fills: dict[str, str], margin: 
     line = Text(" " * margin)
     for number, kind in enumerate(_present(rows)):
         line.append("   " if number else "")
-        line.append(("0" if kind in "FB" else "") + fills[kind] * 2, STYLES[kind])
+        line.append(("0" if kind in "FBIW" else "") + fills[kind] * 2, STYLES[kind])
         line.append(f" {WORDS[kind]}")
     return line
 

@@ -11,11 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.ir.plan import OperatorLayout, Plan, Searched
-from planner.report.figures import bindings, fullest_stage, proof, share_of_limit, shares
+from planner.report.figures import bindings, fullest_rank, proof, share_of_limit, shares
 from planner.report.gantt import Gantt
 from planner.report.words import (
     collapse,
     counted,
+    device_words,
     mesh_words,
     operator_name,
     plural,
@@ -23,9 +24,11 @@ from planner.report.words import (
     recompute_words,
     relative_module,
     schedule_words,
+    stages_words,
     strategy_words,
     zero_words,
 )
+from planner.schedules import ZERO_BUBBLE
 from planner.sizes import format_bytes, format_count, format_seconds
 
 BAR_CELLS = 24
@@ -36,7 +39,7 @@ PART_STYLES = {"compute": "green", "communication": "yellow", "bubble": "red"}
 def plan_report(plan: Plan) -> RenderableType:
     """The whole report. Wants a legal plan (``planner.ir.verify``)."""
     parts: list[RenderableType] = [_headline(plan), _settings(plan)]
-    parts += [_heading("Time of one step" + ", mean over the stages" * (plan.mesh.pp > 1)), _time(plan)]
+    parts += [_heading("Time of one step" + f", mean over the {_rows_are(plan)}" * (plan.mesh.pp > 1)), _time(plan)]
     parts += [_heading("Stages"), _stages(plan)]
     parts += [_heading("Times of one micro-batch; sync and update once a step"), _stage_times(plan)]
     parts += [_heading("Who is busy when"), Gantt(plan)]
@@ -104,7 +107,7 @@ def _settings(plan: Plan) -> Table:
     speed = f", {plan.global_batch / estimate.step_time_s:.4g} samples/s" if estimate.step_time_s else ""
     rows = [
         ("plan", plan.configuration),
-        ("mesh", mesh_words(plan.mesh)),
+        ("mesh", mesh_words(plan.mesh, plan.chunks)),
         ("batch", f"{plan.global_batch} = {parts} of {each}{speed}"),
         ("schedule", schedule_words(plan)),
         ("ZeRO", zero_words(plan)),
@@ -114,12 +117,17 @@ def _settings(plan: Plan) -> Table:
         ("binds", ", ".join(f"{kind} ({reason})" for kind, reason in bindings(plan))),
     ]
     if not estimate.fits:
-        stage = fullest_stage(plan)
         missing = estimate.peak_memory_bytes - estimate.memory_limit_bytes
-        rows.append(("does not fit", f"stage {stage} lacks {format_bytes(missing)} on each device"))
+        rows.append(
+            ("does not fit", f"{device_words(plan, fullest_rank(plan))} lacks {format_bytes(missing)} on each device")
+        )
     for label, words in rows:
         grid.add_row(label, words)
     return grid
+
+
+def _rows_are(plan: Plan) -> str:
+    return "stages" if plan.chunks == 1 else "devices"
 
 
 def _bound(plan: Plan) -> str:
@@ -156,8 +164,10 @@ def _stages(plan: Plan) -> Table:
 
 
 def _stage_times(plan: Plan) -> Table:
-    """Columns ``comm`` are the communication inside the column before them, ``again`` the recomputation in backward."""
-    headers = ("forward", "comm", "backward", "comm", "again", "transfer", "sync", "update")
+    """Columns ``comm`` are the communication inside the column before them, ``again`` the recomputation in
+    backward, ``weights`` the part of backward for gradients of weights only."""
+    split = plan.schedule == ZERO_BUBBLE
+    headers = ("forward", "comm", "backward", "comm", "weights" if split else "again", "transfer", "sync", "update")
     table = _table(">stage", *(f">{header}" for header in headers))
     for index, stage in enumerate(plan.estimate.stages):
         times = (
@@ -165,7 +175,7 @@ def _stage_times(plan: Plan) -> Table:
             stage.forward_communication_s,
             stage.backward_s,
             stage.backward_communication_s,
-            stage.recomputation_s,
+            stage.weight_backward_s if split else stage.recomputation_s,
             stage.transfer_s,
             stage.gradient_sync_per_step_s,
             stage.optimizer_per_step_s,
@@ -175,10 +185,18 @@ def _stage_times(plan: Plan) -> Table:
 
 
 def _memory(plan: Plan) -> Table:
-    table = _table(">stage", ">weights", ">gradients", ">optimizer", ">activations", ">temporary", ">total", ">share")
-    for index, stage in enumerate(plan.estimate.stages):
-        memory = stage.memory
-        share = share_of_limit(plan, index)
+    table = _table(
+        ">stage" + "s" * (plan.chunks > 1),
+        ">weights",
+        ">gradients",
+        ">optimizer",
+        ">activations",
+        ">temporary",
+        ">total",
+        ">share",
+    )
+    for rank, memory in enumerate(plan.estimate.devices):
+        share = share_of_limit(plan, rank)
         kinds = (
             memory.weights_bytes,
             memory.gradients_bytes,
@@ -188,7 +206,7 @@ def _memory(plan: Plan) -> Table:
             memory.total_bytes,
         )
         style = "red" if share > 1 else "yellow" if share > 0.9 else ""
-        table.add_row(str(index), *map(format_bytes, kinds), Text(f"{share:.1%}", style=style))
+        table.add_row(stages_words(plan, rank), *map(format_bytes, kinds), Text(f"{share:.1%}", style=style))
     return table
 
 

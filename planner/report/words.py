@@ -44,12 +44,12 @@ def strategy_words(op: str, strategy: str, axis: str) -> str:
     return f"{word}, in each of {inner} parts" if inner else word
 
 
-def mesh_words(mesh: Mesh) -> str:
+def mesh_words(mesh: Mesh, chunks: int = 1) -> str:
     if mesh.size == 1:
         return "one device"
     parts = []
     if mesh.pp > 1:
-        parts.append(f"{mesh.pp} pipeline stages")
+        parts.append(f"{mesh.pp} pipeline stages" if chunks == 1 else f"{mesh.pp} pipeline ranks of {chunks} stages")
     if mesh.dp > 1:
         parts.append(f"{mesh.dp} shards of the batch")
     if mesh.tp > 1:
@@ -62,8 +62,14 @@ def schedule_words(plan: Plan) -> str:
         return "one micro-batch" + (": the stages take turns" if plan.mesh.pp > 1 else "")
     if plan.mesh.pp == 1:
         return f"{plan.micro_batches} micro-batches one after the other, gradients summed"
-    order = {"gpipe": "all forwards, then all backwards", "1f1b": "one forward, one backward in turn"}
-    return f"{plan.schedule}: {order[plan.schedule]}"
+    order = {
+        "gpipe": "all forwards, then all backwards",
+        "1f1b": "one forward, one backward in turn",
+        "interleaved": "one forward, one backward in turn",
+        "zero-bubble": "forward, gradient of the input, gradient of the weights in turn",
+    }
+    several = f", over {plan.chunks} stages a device" if plan.chunks > 1 else ""
+    return f"{plan.schedule}: {order[plan.schedule]}{several}"
 
 
 def zero_words(plan: Plan) -> str:
@@ -83,9 +89,21 @@ def recompute_words(plan: Plan) -> str:
 
 
 def rank_words(mesh: Mesh, stage: int) -> str:
-    first = mesh.rank(pp=stage)
+    first = mesh.rank(pp=stage % mesh.pp)
     last = first + mesh.dp * mesh.tp - 1
     return str(first) if first == last else f"{first}-{last}"
+
+
+def stages_words(plan: Plan, rank: int) -> str:
+    """The stages of a pipeline rank: ``1``, or ``1, 3``."""
+    stages = len(plan.estimate.stages)
+    return ", ".join(map(str, range(rank, stages, stages // plan.estimate.chunks)))
+
+
+def device_words(plan: Plan, rank: int) -> str:
+    """``stage 1``, or ``the device of stages 1, 3``."""
+    stages = stages_words(plan, rank)
+    return f"the device of stages {stages}" if plan.estimate.chunks > 1 else f"stage {stages}"
 
 
 def collapse(labels: Iterable[str]) -> str:

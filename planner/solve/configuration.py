@@ -1,6 +1,6 @@
 """One configuration of the space and its parts, computed once and shared.
 
-    Configuration     mesh, micro-batches, ZeRO stage, schedule
+    Configuration     mesh, micro-batches, ZeRO stage, schedule, chunks
     Evaluator         graph -> split batch -> strategies on tp -> segment costs, each kept for the next configuration
     build_plan        decisions -> Plan with its estimate
 
@@ -22,8 +22,8 @@ from planner.ir.graph import Graph, Node
 from planner.ir.mesh import Mesh
 from planner.ir.plan import Plan, Searched, SegmentInfo
 from planner.layouts import record, scaled, strategy_names
-from planner.schedules import in_flight
-from planner.segment_cost import SegmentCost, stage_estimate
+from planner.schedules import held, in_flight
+from planner.segment_cost import SegmentCost, stage_estimates
 from planner.segments import cut_into_segments, segment_count, segment_kinds, segment_label, segment_nodes
 from planner.shard import shard
 from planner.sharding_rules import Strategy
@@ -55,10 +55,12 @@ class Configuration:
     micro_batches: int
     zero: int
     schedule: str
+    chunks: int = 1
 
     def __str__(self) -> str:
         schedule = f" schedule={self.schedule}" if self.mesh.pp > 1 else ""
-        return f"{self.mesh} mb={self.micro_batches} zero={self.zero}{schedule}"
+        chunks = f" v={self.chunks}" if self.chunks > 1 else ""
+        return f"{self.mesh} mb={self.micro_batches} zero={self.zero}{schedule}{chunks}"
 
 
 class Evaluator:
@@ -183,18 +185,10 @@ class Evaluator:
         problem, mesh = self.problem, configuration.mesh
         costs = self.costs(configuration, letters)
         split = self.split(mesh.dp, configuration.micro_batches)
-        estimates = [
-            stage_estimate(
-                costs[first:end],
-                recompute[first:end],
-                in_flight(configuration.schedule, mesh.pp, configuration.micro_batches, number),
-                number == mesh.pp - 1,
-            )
-            for number, (first, end) in enumerate(stages)
-        ]
-        estimate = estimate_step(
-            estimates, configuration.schedule, configuration.micro_batches, problem.memory_limit_bytes
-        )
+        schedule, chunks = configuration.schedule, configuration.chunks
+        most = held(schedule, mesh.pp, configuration.micro_batches, chunks)
+        estimates = stage_estimates(costs, stages, recompute, most)
+        estimate = estimate_step(estimates, schedule, configuration.micro_batches, problem.memory_limit_bytes, chunks)
         return Plan(
             model=problem.name,
             graph_digest=problem.graph.digest,
@@ -218,6 +212,7 @@ class Evaluator:
             searched=searched,
             notes=(*problem.graph.notes, *notes),
             seed=problem.seed,
+            chunks=chunks,
         )
 
     def _kinds_of_folded(self) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 The objective is ``planner.simulate.estimate_step``. For a stage s holding segments [i, j) the number of micro-batches in
 flight is known, so the fastest recomputation that fits is known too (frontier.py); a slower one never helps, because an
 event simulation with a longer backward never ends earlier. What is left is where to cut. The step time of a split is its
-longest path, and any path is a lower bound for any split (planner.simulate.critical_path), so
+longest path, and any path is a lower bound for any split (planner.paths.critical_path), so
 
     minimise   T
 
@@ -31,9 +31,10 @@ from dataclasses import dataclass, replace
 from ortools.sat.python import cp_model
 
 from planner.ir.plan import Estimate
+from planner.paths import Path, critical_path, fill_and_drain_paths
 from planner.schedules import in_flight
 from planner.segment_cost import SegmentCost, stage_estimate
-from planner.simulate import Path, StageTimes, critical_path, estimate_step, fill_and_drain_paths
+from planner.simulate import StageTimes, estimate_step
 from planner.solve.frontier import Frontier, Label
 
 UNITS = 2**36
@@ -80,7 +81,7 @@ class _Interval:
 
     @property
     def times(self) -> StageTimes:
-        return self.forward_s, self.total_s - self.forward_s, self.transfer_s
+        return StageTimes(self.forward_s, self.total_s - self.forward_s, self.transfer_s)
 
 
 def choose_stages(
