@@ -3,6 +3,7 @@
     node_cost(node, values, pricing)       seconds of one operator or conversion, forward and backward
     conversion_cost(value, f, t, ...)      seconds of a conversion before it is a node
     segment_costs(graph, pricing, ...)     SegmentCost of every link of the chain
+    weight_backward_s(node, cost, ...)     the part of an operator's backward that a zero-bubble schedule may do later
 
 A graph is priced as it is lowered: local shapes, explicit conversions. So the price of a strategy inside the search and the
 price of the finished program come from the same lines.
@@ -101,6 +102,39 @@ def node_cost(node: Node, values: Mapping[str, Value], pricing: Pricing) -> Cost
         inner.forward_s,
         inner.backward_s,
     )
+
+
+def weight_backward_s(node: Node, cost: Cost, of_weights: frozenset[str], graph: Graph, pricing: Pricing) -> float:
+    """The part of ``cost.backward_s`` that makes gradients of weights only: all of it, none, or what the operator takes
+    when nothing else needs gradients. ``of_weights``: names of what is made of weights alone."""
+    values = graph.values
+    needed = [name in of_weights for name in node.operands if values[name].differentiable]
+    if not node.output.differentiable or not any(needed):
+        return 0.0
+    if all(needed) or node.op == "convert":
+        return cost.backward_s
+    inputs = tuple(values[name] for name in node.operands)
+    op = PRICED_AS.get(node.op, node.op)
+    time = operator_time_s(
+        op,
+        tuple(map(_tensor, inputs)),
+        tuple(map(_tensor, node.outputs)),
+        tuple(name in of_weights for name in node.operands),
+        pricing.cluster.device,
+        argument_hint(op, node.args, node.kwargs),
+    )
+    return min(cost.backward_s, time.backward_s)
+
+
+def made_of_weights(graph: Graph, nodes: Iterable[Node]) -> frozenset[str]:
+    """Trainable parameters, and what ``nodes`` make of them and tensors without gradients alone."""
+    found = {leaf.name for leaf in graph.leaves if leaf.trainable}
+    values = graph.values
+    for node in nodes:
+        sources = [name for name in node.operands if values[name].differentiable]
+        if sources and all(name in found for name in sources):
+            found.update(value.name for value in node.outputs)
+    return frozenset(found)
 
 
 def _inner_collectives(node: Node, inputs: Sequence[Value], pricing: Pricing) -> Cost:
@@ -208,6 +242,11 @@ def _segment_cost(
     transfer_s: float,
 ) -> SegmentCost:
     costs = [node_cost(node, graph.values, pricing) for node in nodes]
+    for_weights = 0.0
+    if pricing.mesh.pp > 1:
+        of_weights = made_of_weights(graph, nodes)
+        pairs = zip(nodes, costs, strict=True)
+        for_weights = sum(weight_backward_s(node, cost, of_weights, graph, pricing) for node, cost in pairs)
     forward, backward = sum(c.forward_s for c in costs), sum(c.backward_s for c in costs)
     forward_comm = sum(c.forward_communication_s for c in costs)
     backward_comm = sum(c.backward_communication_s for c in costs)
@@ -259,6 +298,7 @@ def _segment_cost(
         gradient_sync_per_step_s=sync,
         optimizer_per_step_s=optimizer_step_s(stepped, pricing.optimizer, cluster.device),
         transfer_s=transfer_s,
+        weight_backward_s=for_weights,
     )
 
 

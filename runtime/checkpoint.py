@@ -41,7 +41,7 @@ def _whole_tensors(
     held: tuple[Held, ...], optimizer: StageOptimizer | None, axes: Mapping[str, Axis]
 ) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
     """(names on disk, whole tensor) of this stage; the same order on all its ranks, which assemble together."""
-    mine = owned(held, axes["pp"].index)
+    mine = owned(held, axes["pp"])
     for h in mine:
         yield (h.spec.target, *h.spec.aliases), assemble(h.tensor, h.spec, axes)
     specs = {h.spec.target: h for h in mine}

@@ -2,7 +2,7 @@
 
     dp      over replicas of the weights: buckets start their all-reduce during the last micro-batch's backward
     tp      states whose gradient is a partial sum on tp (``sum_over_tp``)
-    stages  copies of a shared weight on several stages (``tied_stages``)
+    stages  copies of a shared weight on stages of several ranks (``tied_stages``); stages of one rank share the tensor
 
 All are sums: the program divides its loss by global counts. Gradients that were there before the step are set aside and
 added afterwards, so that only the new part is reduced. (DistributedDataParallel reduces all of ``.grad``, averages,
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from runtime.collectives import Axis
 from runtime.stage_module import Held
-from runtime.state import owner_stage
+from runtime.state import answers_for
 
 BUCKET_BYTES = 25 * 2**20
 BUCKETS_IN_FLIGHT = 4
@@ -70,9 +70,9 @@ def sum_flat(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -
 
 
 class GradientReducer:
-    """Reduces the gradients of one stage. Call ``start`` before and ``finish`` after the micro-batches of a step.
+    """Reduces the gradients of a rank's stages. Call ``start`` before and ``finish`` after the micro-batches of a step.
 
-    ``tied``: stages that share a state -> process group over them, in the same order on every rank.
+    ``tied``: stages that share a state -> process group over their ranks, in the same order on every rank.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class GradientReducer:
     ) -> None:
         self.trainable = [h for h in held if h.spec.trainable and not h.spec.is_buffer]
         self.axes, self.tied, self.micro_batches = axes, tied, micro_batches
+        self.uses = {h.tensor: h.uses for h in self.trainable}
         self.before: dict[torch.Tensor, torch.Tensor] = {}
         self.missing: dict[torch.Tensor, int] = {}
         self.in_flight: deque[_Sum] = deque()
@@ -99,7 +100,7 @@ class GradientReducer:
         self.before = {h.tensor: h.tensor.grad for h in self.trainable if h.tensor.grad is not None}
         for parameter in self.before:
             parameter.grad = None
-        self.missing = {p: self.micro_batches for bucket in self.replica_buckets for p in bucket}
+        self.missing = {p: self.micro_batches * self.uses[p] for bucket in self.replica_buckets for p in bucket}
         self.next_bucket = 0
 
     @torch.no_grad()
@@ -170,7 +171,7 @@ def clip_gradients(
         everything.append(local(gradient))
         first_on_dp = isinstance(gradient, DTensor) or axes["dp"].index == 0
         first_on_tp = h.spec.placement.kind == "S" or axes["tp"].index == 0
-        if first_on_dp and first_on_tp and owner_stage(h.spec) in (None, axes["pp"].index):
+        if first_on_dp and first_on_tp and answers_for(h.spec, axes["pp"]):
             own.append(local(gradient))
     square = torch.zeros((), dtype=torch.float64, device=device)
     if own:

@@ -51,12 +51,12 @@ class Groups:
             axes[name] = Axis(name, mesh.degree(name), mesh.coordinate(self.rank, name), own)
         return axes
 
-    def over_stages(self, mesh: Mesh, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The group of this rank's counterparts on ``stages``; None where this rank's stage is none of them."""
+    def over_stages(self, mesh: Mesh, pp_ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The group of this rank's counterparts on ``pp_ranks``; None where it is none of them, or they are one."""
         own: dist.ProcessGroup | None = None
         for dp in range(mesh.dp):
             for tp in range(mesh.tp):
-                ranks = tuple(mesh.rank(pp, dp, tp) for pp in stages)
+                ranks = tuple(mesh.rank(pp, dp, tp) for pp in pp_ranks)
                 group = self.group(ranks)
                 own = group if self.rank in ranks else own
         return own

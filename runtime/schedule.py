@@ -1,6 +1,7 @@
-"""Runs the micro-batches of one step through a rank's stage.
+"""Runs the micro-batches of one step through a rank's stages.
 
-One stage: a loop of forward and backward. Several: torch.distributed.pipelining, which sends activations and gradients.
+One stage in all: a loop of forward and backward. Several: torch.distributed.pipelining, which sends activations and
+gradients.
 
 Micro-batches differ in their keyword arguments, of which some are cut (inputs), some whole (counts) and some no tensors
 of the batch at all (the random state). The schedule's public ``step`` can only cut a keyword along dim 0, so the only
@@ -17,69 +18,94 @@ the schedule is the identity.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from planner.ir.program import Program, TensorSpec
 from runtime.collectives import Axis
+from runtime.split_backward import gradients_of_inputs
 from runtime.stage_module import Code
 
 Keywords = Mapping[str, torch.Tensor]
 
 
 class StageRunner:
-    """Forward and backward of all micro-batches of one rank's stage."""
+    """Forward and backward of all micro-batches of one rank's stages."""
 
-    def __init__(self, codes: Sequence[Code], program: Program, pp: Axis, device: torch.device) -> None:
-        """``codes``: what runs each micro-batch, the largest first."""
+    def __init__(self, codes: Sequence[Sequence[Code]], program: Program, pp: Axis, device: torch.device) -> None:
+        """``codes``: of each stage of the rank, what runs each micro-batch, the largest first."""
         self.codes = codes
         self.micro_batches = program.micro_batches
-        self.feed: _Feed | None = None
+        self.feeds: list[_Feed] = []
         if pp.size == 1:
             return
-        stage = codes[0].stage
-        self.feed = _Feed(codes, last=pp.index == pp.size - 1)
-        pipeline_stage = PipelineStage(
-            self.feed,
-            pp.index,
-            pp.size,
-            device,
-            input_args=tuple(_meta(spec) for spec in stage.receives),
-            output_args=tuple(_meta(spec) for spec in stage.sends),
-            group=pp.group,
-        )
-        # 1F1B needs a micro-batch per stage; with fewer, every one is in flight and both orders are the same.
-        one_f_one_b = program.schedule == "1f1b" and program.micro_batches >= pp.size
-        schedule = Schedule1F1B if one_f_one_b else ScheduleGPipe
-        self.schedule = schedule(pipeline_stage, program.micro_batches, loss_fn=_same, scale_grads=False)
+        count, split = len(program.stages), program.schedule == "zero-bubble"
+        self.feeds = [_Feed(mine, last=mine[0].stage.index == count - 1) for mine in codes]
+        stages: list[_PipelineStageBase] = [
+            (_SplitStage if split else PipelineStage)(
+                feed,
+                mine[0].stage.index,
+                count,
+                device,
+                input_args=tuple(_meta(spec) for spec in mine[0].stage.receives),
+                output_args=tuple(_meta(spec) for spec in mine[0].stage.sends),
+                group=pp.group,
+            )
+            for feed, mine in zip(self.feeds, codes, strict=True)
+        ]
+        self.schedule = _schedule(program, stages)
 
-    def run(self, keywords: Sequence[Keywords]) -> torch.Tensor | None:
-        """The sum of the losses; None where another stage has it. ``keywords[i]``: the arguments for micro-batch i."""
-        module = self.codes[0].module
-        module.finish_writes(keep=False)  # of a step that failed
-        total = self._loop(keywords) if self.feed is None else self._pipeline(self.feed, keywords)
-        module.finish_writes()
+    def run(self, keywords: Sequence[Sequence[Keywords]]) -> torch.Tensor | None:
+        """The sum of the losses; None where another rank has it. ``keywords[s][i]``: of stage s for micro-batch i."""
+        modules = [mine[0].module for mine in self.codes]
+        for module in modules:
+            module.finish_writes(keep=False)  # of a step that failed
+        total = self._pipeline(keywords) if self.feeds else self._loop(keywords[0])
+        for module in modules:
+            module.finish_writes()
         return total
 
-    def _pipeline(self, feed: _Feed, keywords: Sequence[Keywords]) -> torch.Tensor | None:
+    def _pipeline(self, keywords: Sequence[Sequence[Keywords]]) -> torch.Tensor | None:
         numbers = torch.arange(self.micro_batches)
         losses: list[torch.Tensor] = []
-        feed.keywords = tuple(keywords)
+        for feed, mine in zip(self.feeds, keywords, strict=True):
+            feed.keywords = tuple(mine)
         self.schedule.step(target=numbers, losses=losses, return_outputs=False, micro_batch=numbers)
-        feed.keywords = ()
+        for feed in self.feeds:
+            feed.keywords = ()
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
 
     def _loop(self, keywords: Sequence[Keywords]) -> torch.Tensor:
         total: torch.Tensor | None = None
-        for code, arguments in zip(self.codes, keywords, strict=True):
+        for code, arguments in zip(self.codes[0], keywords, strict=True):
             (loss,) = code(**arguments)
             if loss.requires_grad:
                 loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return total
+
+
+def _schedule(program: Program, stages: list[_PipelineStageBase]) -> PipelineScheduleSingle | PipelineScheduleMulti:
+    if program.schedule == "zero-bubble":
+        return ScheduleInterleavedZeroBubble(stages, program.micro_batches, loss_fn=_same, scale_grads=False)
+    if program.schedule == "interleaved":
+        return ScheduleInterleaved1F1B(stages, program.micro_batches, loss_fn=_same, scale_grads=False)
+    # 1F1B needs a micro-batch per stage; with fewer, every one is in flight and both orders are the same.
+    one_f_one_b = program.schedule == "1f1b" and program.micro_batches >= len(program.stages)
+    schedule = Schedule1F1B if one_f_one_b else ScheduleGPipe
+    return schedule(stages[0], program.micro_batches, loss_fn=_same, scale_grads=False)
 
 
 class _Feed(nn.Module):
@@ -90,17 +116,37 @@ class _Feed(nn.Module):
         self.module, self.codes, self.last = codes[0].module, codes, last
         self.keywords: tuple[Keywords, ...] = ()
 
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """The stage's parameters, those that another stage of the rank registers too."""
+        return [held.tensor for held in self.module.held if isinstance(held.tensor, nn.Parameter)]
+
     def forward(self, *received: torch.Tensor, micro_batch: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         number = int(micro_batch)
         code, largest = self.codes[number], self.codes[0].stage
-        received = tuple(_cut(x, spec.shape) for x, spec in zip(received, code.stage.receives, strict=True))
-        outputs = code(*received, **self.keywords[number])
-        if self.last:
-            loss: torch.Tensor = outputs[0]
-            return loss
-        pairs = zip(outputs, largest.sends, strict=True)
-        filled = ((_filled_up(x, spec.shape), spec) for x, spec in pairs)
-        return tuple((x if spec.differentiable else x.detach()).contiguous() for x, spec in filled)
+        cut = tuple(_cut(x, spec.shape) for x, spec in zip(received, code.stage.receives, strict=True))
+        outputs = code(*cut, **self.keywords[number])
+        if not self.last:
+            pairs = zip(outputs, largest.sends, strict=True)
+            filled = ((_filled_up(x, spec.shape), spec) for x, spec in pairs)
+            outputs = tuple((x if spec.differentiable else x.detach()).contiguous() for x, spec in filled)
+        return outputs[0] if self.last else outputs
+
+
+class _SplitStage(PipelineStage):
+    """A stage whose backward runs in two parts (runtime.split_backward)."""
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[Any, Any]:
+        if backward_type == "input":
+            outputs, inputs = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
+            return gradients_of_inputs(outputs, bwd_kwargs["output_grads"], inputs, cast(_Feed, self.submod).weights)
+        if backward_type == "weight":
+            bwd_kwargs["param_groups"].run()
+            return (), None
+        result: tuple[Any, Any] = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        return result
 
 
 def _cut(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

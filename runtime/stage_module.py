@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import linecache
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -93,11 +93,15 @@ class StageModule(_Owner):
 
 @dataclass(frozen=True)
 class Held:
-    """Where a stage keeps the tensor of ``spec``: registered as ``attribute`` of ``module``."""
+    """Where a stage keeps the tensor of ``spec``: registered as ``attribute`` of ``module``.
+
+    ``uses``: how many stages of this rank use it.
+    """
 
     spec: StateSpec
     module: nn.Module
     attribute: str
+    uses: int = 1
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -105,22 +109,58 @@ class Held:
         return cast(torch.Tensor, getattr(self.module, self.attribute))
 
 
+class RankModule(nn.ModuleList):
+    """The stages of one rank, in order. A state of several of them is one tensor, which the first one registers."""
+
+    def __init__(self, stages: Sequence[StageModule]) -> None:
+        super().__init__(stages)
+        self.stages = tuple(stages)
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """The tensors of all stages, each once."""
+        found: dict[str, Held] = {}
+        for stage in self.stages:
+            for h in stage.held:
+                first = found.get(h.spec.target)
+                found[h.spec.target] = h if first is None else replace(first, uses=first.uses + 1)
+        return tuple(found.values())
+
+
+def build_rank(
+    stages: Sequence[StageProgram],
+    axes: Mapping[str, Axis],
+    device: torch.device,
+    modules: Mapping[str, nn.Module] = MappingProxyType({}),
+) -> RankModule:
+    """The modules of all ``stages`` of a rank, as ``build_stage`` makes them."""
+    built: list[StageModule] = []
+    for stage in stages:
+        elsewhere = {h.spec.target: h for other in reversed(built) for h in other.held}
+        built.append(build_stage(stage, axes, device, modules, elsewhere))
+    return RankModule(built)
+
+
 def build_stage(
     stage: StageProgram,
     axes: Mapping[str, Axis],
     device: torch.device,
     modules: Mapping[str, nn.Module] = MappingProxyType({}),
+    elsewhere: Mapping[str, Held] = MappingProxyType({}),
 ) -> StageModule:
     """The module of ``stage``, its tensors still on the meta device (``runtime.state.fill`` gives them values).
 
     ``axes``: at least ``tp`` and ``dp``. ``device``: where the source creates tensors. ``modules``: those of the user's
-    that the stage calls, by path. Raises InvalidPlan when the source does not define what the stage names, or a module
+    that the stage calls, by path. ``elsewhere``: tensors that other stages of this rank hold, by target; this one uses
+    them. Raises InvalidPlan when the source does not define what the stage names, or a module
     is missing.
     """
     namespace = _run_source(stage, axes, device)
     module = _class(namespace, "Stage", StageModule, stage)()
     module.segments = nn.ModuleList(_class(namespace, spec.class_name, Segment, stage)() for spec in stage.segments)
-    module.__dict__["held"] = tuple(_register(spec, module, i, axes["tp"]) for i, spec in enumerate(stage.states))
+    module.__dict__["held"] = tuple(
+        _register(spec, module, i, axes["tp"], elsewhere.get(spec.target)) for i, spec in enumerate(stage.states)
+    )
     module.__dict__["running"] = _code(namespace, stage, module, modules)
     for number, segment in enumerate(module.segments):
         segment.forward = functools.partial(_run_segment, module, segment, number)
@@ -205,7 +245,9 @@ def _class(namespace: Mapping[str, Any], name: str, base: type, stage: StageProg
     return made
 
 
-def _register(spec: StateSpec, stage: StageModule, number: int, tp: Axis) -> Held:
+def _register(spec: StateSpec, stage: StageModule, number: int, tp: Axis, elsewhere: Held | None) -> Held:
+    if elsewhere is not None:
+        return _bind(spec, stage, elsewhere.module, elsewhere.attribute)
     module = stage if spec.segment is None else stage.segments[spec.segment]
     own = [name for segment, name in spec.attributes if segment == spec.segment]
     if not own and spec.segment is not None:
@@ -219,8 +261,13 @@ def _register(spec: StateSpec, stage: StageModule, number: int, tp: Axis) -> Hel
         module.register_buffer(attribute, tensor)
     else:
         module.register_parameter(attribute, nn.Parameter(tensor, requires_grad=spec.trainable))
+    return _bind(spec, stage, module, attribute)
+
+
+def _bind(spec: StateSpec, stage: StageModule, module: nn.Module, attribute: str) -> Held:
+    """Let the users of ``spec`` on ``stage`` find its tensor under their names."""
     for segment, name in spec.attributes:
         user = stage if segment is None else stage.segments[segment]
-        if (segment, name) != (spec.segment, attribute):
+        if (user, name) != (module, attribute):
             user.__dict__["_further_names"][name] = (module, attribute)
     return Held(spec, module, attribute)

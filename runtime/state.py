@@ -12,6 +12,7 @@ Every rank reads its own part only; whole tensors are assembled one at a time.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -25,7 +26,7 @@ from planner.ir.layout import R
 from planner.ir.mesh import Mesh
 from planner.ir.program import Program, StateSpec
 from runtime.collectives import Axis, move, part
-from runtime.stage_module import Held, StageModule
+from runtime.stage_module import Held, RankModule, StageModule
 
 
 def owner_stage(spec: StateSpec) -> int | None:
@@ -33,16 +34,23 @@ def owner_stage(spec: StateSpec) -> int | None:
     return min(spec.tied_stages) if spec.tied_stages else None
 
 
-def owned(held: tuple[Held, ...], stage: int) -> tuple[Held, ...]:
-    """The states for which ``stage`` answers."""
-    return tuple(h for h in held if owner_stage(h.spec) in (None, stage))
+def answers_for(spec: StateSpec, pp: Axis) -> bool:
+    """Whether this pipeline rank, which holds the state, is the one that answers for it."""
+    owner = owner_stage(spec)
+    return owner is None or owner % pp.size == pp.index
+
+
+def owned(held: tuple[Held, ...], pp: Axis) -> tuple[Held, ...]:
+    """The states for which this pipeline rank answers."""
+    return tuple(h for h in held if answers_for(h.spec, pp))
 
 
 def left_whole(program: Program) -> frozenset[str]:
     """Parameters that ZeRO-3 leaves whole on every stage; ``runtime.gradients`` reduces them.
 
     FSDP2 takes no scalars and one dtype a segment (the others, such as float32 norms of a bfloat16 model, are small);
-    states of the stage itself are used by several segments; and all copies of a state must be held alike.
+    states of the stage itself are used by several segments, states of several stages of one rank by several of them; and all
+    copies of a state must be held alike.
     """
     whole: set[str] = set()
     for stage in program.stages:
@@ -54,6 +62,9 @@ def left_whole(program: Program) -> frozenset[str]:
                 sizes[spec.dtype] = sizes.get(spec.dtype, 0) + math.prod(spec.shape)
             main = max(sizes, key=lambda dtype: sizes[dtype], default="")
             whole.update(spec.target for spec in parameters if not spec.shape or spec.dtype != main)
+    for rank in range(program.mesh.pp):
+        uses = Counter(spec.target for i in program.on_rank(rank) for spec in program.stages[i].states)
+        whole.update(target for target, count in uses.items() if count > 1)
     return frozenset(whole)
 
 
@@ -75,9 +86,9 @@ def shard_segments(module: StageModule, program: Program, dp: Axis, device: torc
 
 
 def fill(
-    module: StageModule, source: Mapping[str, torch.Tensor], axes: Mapping[str, Axis], device: torch.device
+    module: RankModule | StageModule, source: Mapping[str, torch.Tensor], axes: Mapping[str, Axis], device: torch.device
 ) -> None:
-    """Give the stage's tensors memory on ``device`` and this rank's part of ``source``: original name -> whole."""
+    """Give the tensors of ``module`` memory on ``device`` and this rank's part of ``source``: original name -> whole."""
     module.to_empty(device=device)
     for held in module.held:
         name = next((n for n in (held.spec.target, *held.spec.aliases) if n in source), None)
@@ -125,7 +136,7 @@ def gather_over_stages(
     mesh: Mesh = program.mesh
     result: dict[str, torch.Tensor | None] = {}
     for stage in program.stages:
-        source = mesh.rank(stage.index)
+        source = mesh.rank(stage.index % mesh.pp)
         specs = [s for s in stage.states if owner_stage(s) in (None, stage.index)]
         names = [(name, s) for s in specs for name in (s.target, *s.aliases)]
         # 0: not among the entries, 1: None, 2: a tensor

@@ -1,11 +1,11 @@
 """Runs a batch of one size on a rank: its inputs, the code of each of its micro-batches, and their schedule.
 
-A rank may hold several, for batches of several sizes; all run on the tensors of one stage module.
+A rank may hold several, for batches of several sizes; all run on the tensors of one ``RankModule``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,7 @@ from planner.ir.program import Program, StageProgram
 from runtime.batch import Keywords, micro_batches
 from runtime.collectives import Axis
 from runtime.schedule import StageRunner
-from runtime.stage_module import StageModule, read_code
+from runtime.stage_module import Code, RankModule, read_code
 
 
 def axes_for(program: Program, axes: Mapping[str, Axis]) -> dict[str, Axis]:
@@ -27,35 +27,40 @@ def axes_for(program: Program, axes: Mapping[str, Axis]) -> dict[str, Axis]:
     return {**axes, "dp": replace(dp, shares=shares)}
 
 
-def largest_stage(program: Program, axes: Mapping[str, Axis]) -> StageProgram:
-    """This rank's stage, for the largest of its micro-batches."""
+def largest_stages(program: Program, axes: Mapping[str, Axis]) -> tuple[StageProgram, ...]:
+    """This rank's stages, for the largest of its micro-batches."""
     rank_rows, rows = program.pieces_of(axes["dp"].index)
-    return program.stages_for(rank_rows, rows[0])[axes["pp"].index]
+    stages = program.stages_for(rank_rows, rows[0])
+    return tuple(stages[i] for i in program.on_rank(axes["pp"].index))
 
 
 class Step:
     """Forward and backward of all micro-batches of a batch that ``program`` is for. ``axes``: of ``axes_for``."""
 
-    def __init__(self, program: Program, module: StageModule, axes: Mapping[str, Axis], device: torch.device) -> None:
+    def __init__(self, program: Program, module: RankModule, axes: Mapping[str, Axis], device: torch.device) -> None:
         self.program, self.axes, self.device = program, axes, device
-        pp = axes["pp"]
         rank_rows, rows = program.pieces_of(axes["dp"].index)
-        codes = {
-            size: read_code(program.stages_for(rank_rows, size)[pp.index], axes, device, module)
-            for size in dict.fromkeys(rows)
-        }
-        self.codes = tuple(codes[size] for size in rows)
-        self.stage = self.codes[0].stage
-        self.runner = StageRunner(self.codes, program, pp, device)
+        self.codes: list[tuple[Code, ...]] = []  # of each stage, what runs each micro-batch
+        for stage in module.stages:
+            index = stage.running.stage.index
+            codes = {
+                size: read_code(program.stages_for(rank_rows, size)[index], axes, device, stage)
+                for size in dict.fromkeys(rows)
+            }
+            self.codes.append(tuple(codes[size] for size in rows))
+        self.runner = StageRunner(self.codes, program, axes["pp"], device)
 
-    def keywords(self, batch: Mapping[str, torch.Tensor], step: int) -> list[Keywords]:
-        """The keyword arguments of the stage for each micro-batch: its inputs and the global counts."""
-        stage, dp = self.stage, self.axes["dp"]
+    def keywords(self, batch: Mapping[str, torch.Tensor], step: int) -> list[list[Keywords]]:
+        """The keyword arguments of each stage for each micro-batch: its inputs and the global counts."""
+        return [self._keywords(codes, batch, step) for codes in self.codes]
+
+    def _keywords(self, codes: Sequence[Code], batch: Mapping[str, torch.Tensor], step: int) -> list[Keywords]:
+        stage, dp = codes[0].stage, self.axes["dp"]
         result = micro_batches(self.program, stage.inputs, batch, dp, self.device, step)
         if stage.counts:
             inputs = micro_batches(self.program, stage.prologue_inputs, batch, dp, self.device, step)
             with torch.no_grad():
-                shares = [code.prologue(**keywords) for code, keywords in zip(self.codes, inputs, strict=True)]
+                shares = [code.prologue(**keywords) for code, keywords in zip(codes, inputs, strict=True)]
             counts = {spec.name: sum(c) for spec, c in zip(stage.counts, zip(*shares, strict=True), strict=True)}
             for keywords in result:
                 keywords.update(counts)  # type: ignore[arg-type]

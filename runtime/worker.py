@@ -1,4 +1,4 @@
-"""One rank of a lowered program: loads its stage, runs training steps, answers for its share of the state.
+"""One rank of a lowered program: loads its stages, runs training steps, answers for its share of the state.
 
 ``Rank`` is driven in two ways by the same methods: by a controlling process, which may call the methods in ``REMOTE``
 by name with plain data and tensors, the same call on every rank; and in-process under torchrun. Every method is
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from planner.errors import BadInput
-from planner.ir.program import Program, StageProgram
+from planner.ir.program import Program
 from runtime import checkpoint, state
 from runtime.batch import fits
 from runtime.collectives import Axis
@@ -28,8 +28,8 @@ from runtime.gradients import GradientReducer, clip_gradients
 from runtime.groups import Groups
 from runtime.opaque import load_modules
 from runtime.optimizer import StageOptimizer
-from runtime.stage_module import StageModule, build_stage
-from runtime.step import Step, axes_for, largest_stage
+from runtime.stage_module import RankModule, build_rank
+from runtime.step import Step, axes_for, largest_stages
 
 Named = dict[str, torch.Tensor | None]
 
@@ -69,7 +69,7 @@ class Rank:
         state: str | Path | Mapping[str, torch.Tensor],
         modules: str | Path | bytes | None = None,
     ) -> None:
-        """Build this rank's stage and fill it; replaces what was loaded before.
+        """Build this rank's stages and fill them; replaces what was loaded before.
 
         ``program``: a Program, or its ``to_dict()``. ``state``: original name -> whole tensor, or the path of a file of
         it written by ``torch.save``, which is mapped into memory so that only this rank's part is read. ``modules``: what
@@ -97,8 +97,8 @@ class Rank:
         return self._here.program
 
     @property
-    def module(self) -> StageModule:
-        """This rank's stage."""
+    def module(self) -> RankModule:
+        """This rank's stages."""
         return self._here.module
 
     @property
@@ -108,7 +108,7 @@ class Rank:
         return self._loaded
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
-        """Original name -> local parameter (a DTensor under ZeRO-3) of this rank's stage. Not collective."""
+        """Original name -> local parameter (a DTensor under ZeRO-3) of this rank's stages. Not collective."""
         return {h.spec.target: h.tensor for h in self._here.module.held if not h.spec.is_buffer}
 
     def forward_backward(self, batch: Mapping[str, torch.Tensor], step: int = 0) -> float:
@@ -128,13 +128,13 @@ class Rank:
         return run.global_loss(loss, self._groups.world)
 
     def gradients(self) -> Named:
-        """Original name -> whole gradient, on the CPU; None where there is none. Trainable parameters of this stage.
+        """Original name -> whole gradient, on the CPU; None where there is none. Trainable parameters of these stages.
 
         Only the first rank of a stage (dp = tp = 0) returns them, the others {}.
         """
         here = self._here
         result: Named = {}
-        for h in state.owned(here.module.held, here.stage.index):
+        for h in state.owned(here.module.held, here.axes["pp"]):
             if h.spec.is_buffer or not h.spec.trainable:
                 continue
             gradient = h.tensor.grad
@@ -150,7 +150,7 @@ class Rank:
         """
         here = self._here
         result: Named = {}
-        for h in state.owned(here.module.held, here.stage.index):
+        for h in state.owned(here.module.held, here.axes["pp"]):
             whole = state.assemble(h.tensor, h.spec, here.axes)
             if here.answers:
                 result.update(dict.fromkeys((h.spec.target, *h.spec.aliases), whole.to("cpu", copy=True)))
@@ -231,7 +231,7 @@ class Rank:
 
 
 class _Loaded:
-    """A program on this rank: its stage with weights, and what runs and reduces it."""
+    """A program on this rank: its stages with weights, and what runs and reduces it."""
 
     def __init__(
         self,
@@ -245,14 +245,18 @@ class _Loaded:
         self.axes: dict[str, Axis] = groups.axes(program.mesh)
         self.world = groups.world
         axes = axes_for(program, self.axes)
-        self.stage: StageProgram = largest_stage(program, axes)
         self.answers = self.axes["dp"].index == self.axes["tp"].index == 0
-        self.module = build_stage(self.stage, axes, device, modules)
+        self.module = build_rank(largest_stages(program, axes), axes, device, modules)
         if program.zero == 3:
-            state.shard_segments(self.module, program, self.axes["dp"], device)
+            for stage in self.module.stages:
+                state.shard_segments(stage, program, self.axes["dp"], device)
         state.fill(self.module, source, self.axes, device)
-        shared = {s.tied_stages for stage in program.stages for s in stage.states if len(s.tied_stages) > 1}
-        tied = {stages: groups.over_stages(program.mesh, stages) for stages in sorted(shared)}
+        shared = {s.tied_stages for x in program.stages for s in x.states if len(s.tied_stages) > 1}
+        pp = program.mesh.pp
+        tied = {
+            stages: groups.over_stages(program.mesh, tuple(sorted({i % pp for i in stages})))
+            for stages in sorted(shared)
+        }
         self.reducer = GradientReducer(self.module.held, self.axes, tied, program.micro_batches)
         self.steps = [Step(program, self.module, axes, device)]
         self.optimizer: StageOptimizer | None = None

@@ -196,7 +196,9 @@ class SmallerPiece:
 
 @dataclass(frozen=True)
 class Program:
-    """``loss_is_partial_on_dp``: each dp rank's loss is a share of the global loss (summed to report it).
+    """``stages[i]`` runs on pipeline rank i % pp.
+
+    ``loss_is_partial_on_dp``: each dp rank's loss is a share of the global loss (summed to report it).
 
     ``stages`` are for the largest micro-batch; where the ``batch_size`` rows do not divide evenly (planner.ir.mesh.deal),
     ``smaller`` holds the same for the others: equal states, other sizes. ``library_operators``: those that a process finds
@@ -215,6 +217,10 @@ class Program:
     batch_size: int = 0
     smaller: tuple[SmallerPiece, ...] = ()
     library_operators: tuple[str, ...] = ()
+
+    def on_rank(self, pp_rank: int) -> range:
+        """The numbers of the stages of a pipeline rank."""
+        return range(pp_rank, len(self.stages), self.mesh.pp)
 
     def stages_for(self, rank_rows: int, rows: int) -> tuple[StageProgram, ...]:
         """The stages for one size of micro-batch."""
@@ -237,7 +243,10 @@ class Program:
         """The inverse of ``to_dict``. Raises InvalidPlan naming the field when ``data`` is no program."""
         program = _read(Program, data, "program")
         assert isinstance(program, Program)
-        if any(len(x) != program.mesh.pp for x in (program.stages, *(piece.stages for piece in program.smaller))):
+        counts = [len(stages) for stages in (program.stages, *(piece.stages for piece in program.smaller))]
+        several = program.mesh.pp > 1 and program.schedule in ("interleaved", "zero-bubble")
+        fits = counts[0] > 0 and counts[0] % program.mesh.pp == 0 if several else counts[0] == program.mesh.pp
+        if not fits or len(set(counts)) > 1:
             raise InvalidPlan(
                 f"the program has {len(program.stages)} stages for a mesh of {program.mesh}. Lower the plan again."
             )

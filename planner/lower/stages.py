@@ -64,7 +64,7 @@ def lower(graph: Graph, plan: Plan, other_batch: bool = False) -> Program:
         local = sharded.graph if len(split.pieces) == 1 else _with_whole_loss(sharded)
         loss_is_partial_on_tp = mesh.tp > 1 and sharded.loss.value.kind == "P" and local is sharded.graph
         lowering = _Lowering(graph, local, sharded.pairs, leaves, plan, piece if len(split.pieces) > 1 else None)
-        programs.append(tuple(lowering.stage(i) for i in range(mesh.pp)))
+        programs.append(tuple(lowering.stage(i) for i in range(len(plan.stages))))
     same_states = all(a.states == b.states for stages in programs for a, b in zip(stages, programs[0], strict=True))
     if not same_states or not _meet_on_dp(split, on_tp):
         raise BadInput(
@@ -160,7 +160,7 @@ class _Lowering:
 
     def stage(self, index: int) -> StageProgram:
         first, end = self.plan.stages[index]
-        last = index == self.plan.mesh.pp - 1
+        last = index == len(self.plan.stages) - 1
         receives = self._cut(first - 1) if first else ()
         sends = self._cut(end - 1) if not last else ()
         segments = [node for nodes in self.chain[first:end] for node in nodes]
@@ -176,7 +176,7 @@ class _Lowering:
         states, attributes = self._states(index, preamble, prologue)
         text = StageText(
             index=index,
-            count=self.plan.mesh.pp,
+            count=len(self.plan.stages),
             first=first,
             configuration=self.plan.configuration
             + (f", micro-batches of {self.piece.rows} rows" if self.piece is not None else ""),
