@@ -39,10 +39,15 @@ def losses(strategy: str, gpus: int, seed: int = 0, p: float = 0.3, steps: int =
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("same", [("pp1", "model", "pp2.tp2 mb=1", "tp"), ("pp2 mb=4", "pp4 mb=4 recompute=full")])
+@pytest.mark.parametrize(
+    "same",
+    [
+        ("pp1", "model", "pp2.tp2 mb=1", "tp"),
+        ("pp2 mb=4", "pp4 mb=4 recompute=full", "pp2 mb=4 v=2", "pp2 mb=4 v=2 schedule=zero-bubble"),
+    ],
+)
 def test_training_depends_on_seed_and_micro_batches_but_not_on_stages(same: tuple[str, ...]) -> None:
-    gpus = {"pp1": 1, "pp2 mb=4": 2}
-    found = [losses(strategy, gpus.get(strategy, 4)) for strategy in same]
+    found = [losses(s, 1 if s == "pp1" else 2 if s.startswith("pp2 ") else 4) for s in same]
     for other in found[1:]:
         assert other == pytest.approx(found[0], rel=1e-5)
     assert len(set(found[0])) == 3

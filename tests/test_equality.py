@@ -100,7 +100,15 @@ def test_three_axes_on_eight_ranks(strategy: str) -> None:
 
 @pytest.mark.parametrize("name", ("gpt_tied", "hf_llama"))
 @pytest.mark.parametrize(
-    "strategy", ("dp2.tp2 mb=4 recompute=full", "dp4 mb=2 zero=3 recompute=full", "dp2.tp2 mb=4 zero=3", "pp2.tp2 mb=1")
+    "strategy",
+    (
+        "dp2.tp2 mb=4 recompute=full",
+        "dp4 mb=2 zero=3 recompute=full",
+        "dp2.tp2 mb=4 zero=3",
+        "pp2.tp2 mb=1",
+        "pp2.dp2 mb=2 zero=3 v=2",
+        "pp2.tp2 mb=4 schedule=zero-bubble v=2",
+    ),  # fmt: skip
 )
 def test_options_of_the_grammar(name: str, strategy: str) -> None:
     check(setting(name, torch.float32), strategy, torch.float32)

@@ -189,7 +189,8 @@ def test_the_search_finds_a_plan_for_any_batch(rows: int) -> None:
 
 # --- one batch that does not divide -----------------------------------------------------------------------------------
 
-ON_TWO = ("ddp", "fsdp", "tp", "pp2 mb=2", "pp2 mb=3 recompute=full", "pp2 mb=4 schedule=gpipe", "dp2 mb=3 zero=3")
+ON_TWO = ("ddp", "fsdp", "tp", "pp2 mb=2", "pp2 mb=3 recompute=full", "pp2 mb=4 schedule=gpipe", "dp2 mb=3 zero=3",
+          "pp2 mb=3 v=2", "pp2 mb=2 schedule=zero-bubble")  # fmt: skip
 ON_FOUR = ("dp4", "dp2.tp2", "pp2.dp2 mb=2", "pp2.tp2 mb=3")
 
 
