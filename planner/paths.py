@@ -60,8 +60,8 @@ def critical_path(
     travel = [t.transfer_s for t in stage_times]
     before = [0] * (len(plan.steps) + 1)
     newest = [0] * pp
-    for number, step in enumerate(plan.steps, 1):
-        before[number], newest[step.rank] = newest[step.rank], number
+    for number, (rank, *_) in enumerate(plan.steps, 1):
+        before[number], newest[rank] = newest[rank], number
     last = max(range(pp), key=lambda rank: done.end_s[rank] + sum(per_step_s[rank::pp]))
     # forwards, whole backwards, input gradients, weight gradients; what stage 0 makes as a weight gradient is all
     counts = [0] * (4 * stages)

@@ -113,17 +113,12 @@ def ranks_of(stages: int, chunks: int) -> int:
     return stages // chunks
 
 
-class Step(NamedTuple):
-    """One action as the simulation runs it. ``what``: number of its duration (``durations``).
-
-    ``source``: the action whose result it waits for, counted from 1 in the order of the chart; 0: none. ``link``: the
-    number of the stage before the transfer of that result; that of the last stage: no transfer.
-    """
-
-    rank: int
-    what: int
-    source: int
-    link: int
+# One action as the simulation runs it:
+#   rank
+#   number of its duration (``durations``)
+#   the action whose result it waits for, counted from 1 in the order of the chart; 0: none
+#   the number of the stage before the transfer of that result; that of the last stage: no transfer
+Step = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -149,39 +144,41 @@ def _chart(order: Sequence[Sequence[tuple[str, int, int]]], chunks: int) -> Char
     stages = pp * chunks
     last = stages - 1
     offset = {kind: number * stages for number, kind in enumerate(KINDS)}
-    forward: list[dict[int, int]] = [{} for _ in range(stages)]
-    backward: list[dict[int, int]] = [{} for _ in range(stages)]
+    count = 1 + max((i for mine in order for _, _, i in mine), default=0)
+    # numbers of the actions that ended, by stage and micro-batch; 0: not yet
+    forward, backward = [0] * (stages * count), [0] * (stages * count)
     steps: list[Step] = []
     numbers: list[int] = []
     done = [0] * pp
     awake = list(range(pp - 1, -1, -1))
     while awake:
         rank = awake.pop()
-        mine, at = order[rank], done[rank]
+        mine, before = order[rank], done[rank]
+        at = before
         while at < len(mine):
             kind, chunk, i = mine[at]
             stage = chunk * pp + rank
-            link = last
+            place = stage * count + i
             if kind == FORWARD:
-                source = forward[stage - 1].get(i) if stage else 0
-                link = stage - 1 if stage else last
+                source, link = (forward[place - count], stage - 1) if stage else (0, last)
+                if stage and not source:
+                    break
             elif kind == WEIGHT_GRADIENT:
-                source = backward[stage].get(i)
-            elif i not in forward[stage]:
-                source = None
+                source, link = backward[place], last
+                if not source:
+                    break
             else:
-                source = backward[stage + 1].get(i) if stage < last else forward[stage][i]
-                link = stage
-            if source is None:
-                break
+                source, link = backward[place + count] if stage < last else forward[place], stage
+                if not source or not forward[place]:
+                    break
             at += 1
-            steps.append(Step(rank, offset[kind] + stage, source, link))
+            steps.append((rank, offset[kind] + stage, source, link))
             numbers.append(i)
             if kind == FORWARD:
-                forward[stage][i] = len(steps)
+                forward[place] = len(steps)
             elif kind != WEIGHT_GRADIENT:
-                backward[stage][i] = len(steps)
-        if at > done[rank]:
+                backward[place] = len(steps)
+        if at > before:
             done[rank] = at
             awake += [other for other in {(rank - 1) % pp, (rank + 1) % pp} if other != rank]
     stuck = [

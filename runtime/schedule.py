@@ -17,7 +17,9 @@ the schedule is the identity.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -81,7 +83,8 @@ class StageRunner:
         losses: list[torch.Tensor] = []
         for feed, mine in zip(self.feeds, keywords, strict=True):
             feed.keywords = tuple(mine)
-        self.schedule.step(target=numbers, losses=losses, return_outputs=False, micro_batch=numbers)
+        with _quiet():
+            self.schedule.step(target=numbers, losses=losses, return_outputs=False, micro_batch=numbers)
         for feed in self.feeds:
             feed.keywords = ()
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
@@ -168,6 +171,18 @@ def _filled_up(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 def _meta(spec: TensorSpec) -> torch.Tensor:
     return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta", requires_grad=spec.differentiable)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No log of the whole schedule where an action fails: the exception says it."""
+    logger = logging.getLogger("torch.distributed.pipelining.schedules")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _same(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

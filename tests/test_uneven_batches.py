@@ -306,7 +306,9 @@ def test_not_batched_names_an_argument_there_is() -> None:
 
 
 @gloo
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp", "pp2 mb=2", "dp2 mb=2 zero=3 recompute=full"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "fsdp", "tp", "pp2 mb=2", "dp2 mb=2 zero=3 recompute=full", "pp2 mb=2 schedule=zero-bubble v=2"]
+)
 def test_other_sizes_one_after_another(pairs: LocalRanks, strategy: str) -> None:
     model = tokens()
     parallel = planned(model, pairs, strategy, 8, token_mean)
