@@ -15,9 +15,8 @@ import time
 from collections.abc import Iterator
 
 import click
-from rich.console import Console
 
-from benchmarks.rows import Row, TimedEvaluator, answer, made, table
+from benchmarks.rows import Row, TimedEvaluator, answer, made, show
 
 LAYERS = (12, 24, 48, 96, 192, 384)
 GPUS = (8, 32, 128, 512, 2048, 4096, 16384)
@@ -95,12 +94,11 @@ def main(quick: bool, everything: bool, markdown: bool, row: str | None) -> None
     if row is not None:
         answer(measure, row)
         return
-    console, rows = Console(), []
-    for layers, gpus in sizes(quick, everything):
-        console.print(f"[dim]{layers} layers, {gpus} devices[/dim]", highlight=False) if not markdown else None
-        rows.append(cells(layers, gpus, made("benchmarks.growth", {"layers": layers, "gpus": gpus}, LIMIT_S)))
-    shown = table(HEADINGS, rows, markdown)
-    click.echo(shown) if markdown else console.print(shown)
+    rows = (
+        cells(layers, gpus, made("benchmarks.growth", {"layers": layers, "gpus": gpus}, LIMIT_S))
+        for layers, gpus in sizes(quick, everything)
+    )
+    show(HEADINGS, rows, markdown)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
 
-from benchmarks.rows import Row, answer, made, table
+from benchmarks.rows import Row, answer, made, show
 
 if TYPE_CHECKING:
     from planner.solve.configuration import Evaluator
@@ -200,15 +199,15 @@ class Compared:
 def cells(compared: Compared) -> tuple[str, ...]:
     found, best = compared.found, compared.best
     if "error" in found:
-        return (compared.pair.name, found["error"], "", "", "", "", "", "")
+        return (compared.pair.name, found["error"], *[""] * (len(HEADINGS) - 2))
     fitting = sum(each["step_time_s"] is not None for each in found["tried"])
     by_hand = (best["variant"], seconds(best["step_time_s"])) if best else ("none fits", "")
     gain = f"{'WORSE ' if compared.worse else ''}{compared.gain:.3f}" if compared.gain else ""
-    solver = (found["plan"], seconds(found["objective_s"]), f"{found['search_s']:.1f} s")
+    solver = (found["plan"], seconds(found["objective_s"]), f"{found['gap']:.2%}", f"{found['search_s']:.1f} s")
     return (compared.pair.name, *solver, *by_hand, gain, f"{fitting} of {len(found['tried'])}")
 
 
-HEADINGS = ("model and cluster", "plan", "step", "search", "best by hand", "step", "gain", "fit")
+HEADINGS = ("model and cluster", "plan", "step", "gap", "search", "best by hand", "step", "gain", "fit")
 
 
 def seconds(time_s: float) -> str:
@@ -238,13 +237,15 @@ def main(quick: bool, only: str, markdown: bool, details: bool, row: str | None)
     if row is not None:
         answer(compare, row)
         return
-    console, compared = Console(width=None if not markdown else 400), []
-    for pair in PAIRS:
-        if only in pair.name and (pair.quick or not quick):
-            console.print(f"[dim]{pair.name}[/dim]", highlight=False) if not markdown else None
-            compared.append(Compared(pair, made("benchmarks.hand_picked", asdict(pair), LIMIT_S)))
-    shown = table(HEADINGS, [cells(each) for each in compared], markdown)
-    click.echo(shown) if markdown else console.print(shown)
+    compared: list[Compared] = []
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for pair in PAIRS:
+            if only in pair.name and (pair.quick or not quick):
+                compared.append(Compared(pair, made("benchmarks.hand_picked", asdict(pair), LIMIT_S)))
+                yield cells(compared[-1])
+
+    show(HEADINGS, rows(), markdown)
     click.echo(summary(compared))
     for each in compared if details else ():
         click.echo(f"\n{each.pair.name}")

@@ -14,9 +14,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import click
-from rich.console import Console
 
-from benchmarks.rows import ROOT, Row, TimedEvaluator, answer, made, table
+from benchmarks.rows import ROOT, Row, TimedEvaluator, answer, made, show
 
 LIMIT_S = 1200.0
 PROVEN_GAP = 1e-6
@@ -123,13 +122,9 @@ def main(only: str, markdown: bool, row: str | None) -> None:
     if row is not None:
         answer(measure, row)
         return
-    console, rows = Console(), []
-    for case in CASES:
-        if only in case.name:
-            console.print(f"[dim]{case.name}[/dim]", highlight=False) if not markdown else None
-            rows.append(cells(case, made("benchmarks.plan_time", asdict(case), LIMIT_S)))
-    shown = table(HEADINGS, rows, markdown)
-    click.echo(shown) if markdown else console.print(shown)
+    chosen = (case for case in CASES if only in case.name)
+    rows = (cells(case, made("benchmarks.plan_time", asdict(case), LIMIT_S)) for case in chosen)
+    show(HEADINGS, rows, markdown)
 
 
 if __name__ == "__main__":

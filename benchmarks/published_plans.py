@@ -19,14 +19,13 @@ from __future__ import annotations
 import csv
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
 
 from benchmarks.hand_picked import TOLERANCE, seconds
-from benchmarks.rows import ROOT, Row, answer, made, table
+from benchmarks.rows import ROOT, Row, answer, made, show
 
 if TYPE_CHECKING:
     from planner.ir.plan import Plan
@@ -169,15 +168,27 @@ def saved(published: Row, solver: Row) -> str:
     return ", ".join(f"{name} {share:+.1%}" for name, share in shares if abs(share) >= 5e-4)
 
 
-HEADINGS = ("model and cluster", "measured", "published", "step", "plan", "step", "gain", "differs", "saved", "search")
+HEADINGS = (
+    "model and cluster",
+    "measured",
+    "published",
+    "step",
+    "plan",
+    "step",
+    "gap",
+    "gain",
+    "differs",
+    "saved",
+    "search",
+)
 
 
 def cells(row: Published, found: Row) -> tuple[str, ...]:
     measured = seconds(float(row.measured_s)) if row.measured_s else ""
     if "error" in found:
-        return (row.name, measured, " or ".join(row.strategies()), "", found["error"], "", "", "", "", "")
+        return (row.name, measured, " or ".join(row.strategies()), "", found["error"], *[""] * 6)
     solver, published = found["plan"], found["published"]
-    plan = (solver["configuration"], seconds(solver["step_time_s"]))
+    plan = (solver["configuration"], seconds(solver["step_time_s"]), f"{found['gap']:.2%}")
     search = f"{found['search_s']:.1f} s"
     if published is None:
         return (row.name, measured, next(row.strategies()), found["reason"], *plan, "", "", "", search)
@@ -218,17 +229,15 @@ def main(quick: bool, only: str, markdown: bool, row: str | None) -> None:
     if row is not None:
         answer(compare, row)
         return
-    console = Console()
-    rows: list[Any] = []
     found: list[Row] = []
-    for published in read():
-        if only in published.name and (published.quick or not quick):
-            console.print(f"[dim]{published.name}[/dim]", highlight=False) if not markdown else None
-            data = {f.name: getattr(published, f.name) for f in fields(published)}
-            found.append(made("benchmarks.published_plans", data, LIMIT_S))
-            rows.append(cells(published, found[-1]))
-    shown = table(HEADINGS, rows, markdown)
-    click.echo(shown) if markdown else console.print(shown)
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for published in read():
+            if only in published.name and (published.quick or not quick):
+                found.append(made("benchmarks.published_plans", asdict(published), LIMIT_S))
+                yield cells(published, found[-1])
+
+    show(HEADINGS, rows(), markdown)
     click.echo(summary(found))
 
 

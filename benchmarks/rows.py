@@ -8,16 +8,18 @@ TimedEvaluator                  the search's evaluator, which tells pricing from
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from planner.solve.configuration import Evaluator
@@ -54,15 +56,17 @@ def answer(make: Callable[[Row], Row], row: str) -> None:
     print(json.dumps(found))
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool) -> Any:
-    """A table for the screen, or its text for a document."""
+def show(headings: Sequence[str], rows: Iterable[Sequence[str]], markdown: bool) -> None:
+    """Print a table as its rows come: for a document line by line; for the screen at the end, and until then its first column."""
     if markdown:
-        lines = [headings, ["---"] * len(headings), *rows]
-        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    shown = Table(*headings)
+        for line in itertools.chain((headings, ["---"] * len(headings)), rows):
+            print("| " + " | ".join(line) + " |", flush=True)
+        return
+    table, progress = Table(*headings), Console(stderr=True)
     for row in rows:
-        shown.add_row(*row)
-    return shown
+        table.add_row(*row)
+        progress.print(row[0], style="dim", highlight=False)
+    Console().print(table)
 
 
 class TimedEvaluator(Evaluator):

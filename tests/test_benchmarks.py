@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -108,8 +107,8 @@ def compared(objective_s: float, *tried: float | None) -> hand_picked.Compared:
 def test_a_strategy_that_beats_the_solver_is_told() -> None:
     better, equal, worse, none = compared(1.0, 2.0, None), compared(1.0, 1.0), compared(1.0, 3.0, 0.5), compared(1.0)
     assert [each.worse for each in (better, equal, worse, none)] == [False, False, True, False]
-    assert hand_picked.cells(worse)[6] == "WORSE 0.500" and hand_picked.cells(better)[6:] == ("2.000", "1 of 2")
-    assert hand_picked.cells(none)[4] == "none fits"
+    assert hand_picked.cells(worse)[7] == "WORSE 0.500" and hand_picked.cells(better)[7:] == ("2.000", "1 of 2")
+    assert hand_picked.cells(none)[5] == "none fits"
     failed = hand_picked.Compared(hand_picked.PAIRS[0], {"error": "it broke"})
     assert hand_picked.summary([better, equal, worse, none, failed]) == (
         "never worse: 2 of 3 pairs with a hand-picked strategy that fits; gain from 0.500 to 2.000, median 1.000; "
@@ -181,7 +180,7 @@ def test_a_published_row_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     gained = published_plans.gain(found)
     assert gained is not None and gained > 1
     shown = published_plans.cells(row, found)
-    assert len(shown) == len(published_plans.HEADINGS) and "recompute full -> none" in shown[7]
+    assert len(shown) == len(published_plans.HEADINGS) and "recompute full -> none" in shown[8]
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
@@ -212,9 +211,20 @@ def test_a_case_is_held_to_its_limit() -> None:
     assert verdicts == ["yes", "NO", "NO", "yes", "NO"]
 
 
-def test_the_tables() -> None:
-    assert rows.table(("a", "b"), [("1", "2")], markdown=True) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
+def test_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    rows.show(("a", "b"), iter([("1", "2")]), markdown=True)
+    assert capsys.readouterr().out == "| a | b |\n| --- | --- |\n| 1 | 2 |\n"
+    rows.show(("a", "b"), iter([("one", "two")]), markdown=False)
+    shown = capsys.readouterr()
+    assert "one" in shown.out and "two" in shown.out and shown.err == "one\n"
     assert sorted(growth.sizes(False, False))[0] == (12, 512) and len(list(growth.sizes(False, True))) == 42
-    shown = CliRunner().invoke(plan_time.main, ["--only", "no such case", "--markdown"])
-    assert shown.output == rows.table(plan_time.HEADINGS, [], markdown=True) + "\n"
-    assert json.dumps(vars(plan_time.CASES[0]))
+
+
+@pytest.mark.parametrize("module", [hand_picked, published_plans, plan_time])
+def test_a_command_runs_the_rows_asked_for(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(module, "made", lambda *arguments: asked.append(arguments) or {"error": "it broke"})
+    shown = CliRunner().invoke(module.main, ["--only", "llama-3-8b", "--markdown"])
+    assert shown.exit_code == 0 and asked and all("llama-3-8b" in row["model"] for _, row, _ in asked)
+    lines = [line for line in shown.output.splitlines() if line.startswith("| ")]
+    assert len(lines) == 2 + len(asked) and {line.count(" | ") for line in lines} == {len(module.HEADINGS) - 1}
