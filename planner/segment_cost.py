@@ -1,14 +1,17 @@
 """What one segment of the chain costs on one device, and what a stage made of segments costs.
 
     SegmentCost                          priced from the lowered graph by planner.costing
-    stage_estimate(segments, recompute)  their sum; recomputing a segment adds its forward to its backward and keeps only
-                                         its input instead of its saved activations
+    Recomputation                        what keeping less of a segment saves and costs: none, selective or full
+    stage_estimate(segments, recompute)  their sum
 
-Memory of a stage holding f micro-batches in flight, over its segments s:
+Memory of a stage holding f micro-batches in flight, over its segments s, each with its recomputation:
 
-    sum_s states_s  +  f * sum_s kept_s  +  max_s temporary_s (+ the activations of the largest recomputed segment)
+    sum_s states_s  +  f * sum_s kept_s  +  max_s temporary_s  +  max_s again_s
 
-    kept_s = input_bytes_s if recomputed else activations_bytes_s
+                 extra time, in backward      kept                  again: what exists only while it is computed again
+    none         0                            activations           0
+    selective    of what is run again         given by costing      activations without what was kept of them
+    full         the forward (or given)       input                 activations
 
 Of several stages on one device the states add up, the largest temporary counts once, and f is the worst of the moments
 that the schedule brings (``stage_estimates``).
@@ -16,10 +19,23 @@ that the schedule brings (``stage_estimates``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from planner.ir.plan import MemoryEstimate, StageEstimate
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """One way to keep less of a segment. ``extra_s``: time added to backward, of which ``extra_communication_s``
+    communicates; ``kept_bytes``: of a micro-batch, between forward and backward; ``again_bytes``: held while the segment
+    is computed again."""
+
+    extra_s: float = 0.0
+    extra_communication_s: float = 0.0
+    kept_bytes: int = 0
+    again_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -28,7 +44,8 @@ class SegmentCost:
 
     ``forward_s`` and ``backward_s`` include communication (``*_communication_s``, and under ZeRO-3 the gathering of
     weights as far as it is exposed). ``activations_bytes``: kept for the backward of one micro-batch; ``input_bytes``: what is
-    kept instead when the segment is recomputed. ``weight_backward_s``: the part of ``backward_s`` that only makes gradients
+    kept instead when the segment is recomputed in full. ``selective``: None where that is no choice;
+    ``full``: None for the forward once more. ``weight_backward_s``: the part of ``backward_s`` that only makes gradients
     of weights. ``transfer_s``: sending its output to a next stage, one way.
     ``*_per_step_s`` are paid once a step.
     """
@@ -47,6 +64,22 @@ class SegmentCost:
     optimizer_per_step_s: float = 0.0
     transfer_s: float = 0.0
     weight_backward_s: float = 0.0
+    selective: Recomputation | None = None
+    full: Recomputation | None = None
+
+    @cached_property
+    def recomputations(self) -> Mapping[str, Recomputation]:
+        """By their words in a plan, the ways to run this segment; 'none' first."""
+        full = self.full or Recomputation(
+            self.forward_s, self.forward_communication_s, self.input_bytes, self.activations_bytes
+        )
+        found = {"none": Recomputation(kept_bytes=self.activations_bytes)}
+        if self.selective is not None:
+            found["selective"] = self.selective
+        return {**found, "full": full}
+
+    def recomputation(self, word: str) -> Recomputation:
+        return self.recomputations[word]
 
     @property
     def states_bytes(self) -> int:
@@ -54,22 +87,20 @@ class SegmentCost:
 
 
 def stage_estimate(
-    segments: Sequence[SegmentCost], recompute: Sequence[bool], in_flight: int, last: bool
+    segments: Sequence[SegmentCost], recompute: Sequence[str], in_flight: int, last: bool
 ) -> StageEstimate:
     """The cost of a stage that holds ``segments`` with ``in_flight`` micro-batches; ``last``: it sends nothing on.
 
-    Preconditions: at least one segment; one recompute flag a segment.
+    Preconditions: at least one segment; one word of recomputation a segment.
     """
-    pairs = list(zip(segments, recompute, strict=True))
-    recomputation_s = sum(s.forward_s for s, again in pairs if again)
-    kept = sum(s.input_bytes if again else s.activations_bytes for s, again in pairs)
-    again_bytes = max((s.activations_bytes for s, again in pairs if again), default=0)
+    ways = [segment.recomputation(word) for segment, word in zip(segments, recompute, strict=True)]
+    recomputation_s = sum(way.extra_s for way in ways)
     return StageEstimate(
         forward_s=sum(s.forward_s for s in segments),
         backward_s=sum(s.backward_s for s in segments) + recomputation_s,
         forward_communication_s=sum(s.forward_communication_s for s in segments),
         backward_communication_s=sum(s.backward_communication_s for s in segments)
-        + sum(s.forward_communication_s for s, again in pairs if again),
+        + sum(way.extra_communication_s for way in ways),
         recomputation_s=recomputation_s,
         transfer_s=0.0 if last else segments[-1].transfer_s,
         gradient_sync_per_step_s=sum(s.gradient_sync_per_step_s for s in segments),
@@ -78,8 +109,8 @@ def stage_estimate(
             weights_bytes=sum(s.weights_bytes for s in segments),
             gradients_bytes=sum(s.gradients_bytes for s in segments),
             optimizer_bytes=sum(s.optimizer_bytes for s in segments),
-            activations_bytes=in_flight * kept,
-            temporary_bytes=max(s.temporary_bytes for s in segments) + again_bytes,
+            activations_bytes=in_flight * sum(way.kept_bytes for way in ways),
+            temporary_bytes=max(s.temporary_bytes for s in segments) + max(way.again_bytes for way in ways),
         ),
         weight_backward_s=sum(s.weight_backward_s for s in segments),
     )
@@ -88,7 +119,7 @@ def stage_estimate(
 def stage_estimates(
     segments: Sequence[SegmentCost],
     stages: Sequence[tuple[int, int]],
-    recompute: Sequence[bool],
+    recompute: Sequence[str],
     held: Sequence[Sequence[tuple[int, ...]]],
 ) -> list[StageEstimate]:
     """The estimates of all stages of a plan. ``held``: of each pipeline rank (planner.schedules.held).

@@ -48,7 +48,7 @@ class HandPicked:
     mesh: Mesh
     micro_batches: int | None = None
     zero: int = 0
-    recompute: bool = False
+    recompute: str = "none"
     schedule: str | None = None
     chunks: int | None = None
 
@@ -69,7 +69,7 @@ def parse_strategy(text: str, gpus: int) -> HandPicked:
         mesh,
         options.get("mb"),  # type: ignore[arg-type]
         int(options.get("zero", 0)),
-        options.get("recompute", "none") == "full",
+        str(options.get("recompute", "none")),
         options.get("schedule"),  # type: ignore[arg-type]
         options.get("v"),  # type: ignore[arg-type]
     )
@@ -150,7 +150,7 @@ def plan_by_hand(evaluator: Evaluator, text: str) -> Plan:
     if refusal:
         raise BadInput(f"strategy {text!r}: {refusal}")
     configuration = Configuration(mesh, micro_batches, picked.zero if mesh.dp > 1 else 0, schedule, chunks)
-    if schedule == ZERO_BUBBLE and (configuration.zero or picked.recompute):
+    if schedule == ZERO_BUBBLE and (configuration.zero or picked.recompute != "none"):
         raise BadInput(
             f"strategy {text!r}: zero-bubble runs with zero=0 and recompute=none only; leave them out, or use another schedule"
         )
@@ -193,10 +193,10 @@ def megatron(node: Node, strategy: Strategy) -> bool:
     return letters is None or (strategy.letter != "" and strategy.letter in letters)
 
 
-def even_stages(costs: Sequence[SegmentCost], recompute: Sequence[bool], count: int) -> tuple[tuple[int, int], ...]:
+def even_stages(costs: Sequence[SegmentCost], recompute: Sequence[str], count: int) -> tuple[tuple[int, int], ...]:
     """The split into ``count`` stages whose slowest takes least (the linear partition problem, by dynamic programming)."""
     times = [
-        c.forward_s + c.backward_s + (c.forward_s if again else 0) for c, again in zip(costs, recompute, strict=True)
+        c.forward_s + c.backward_s + c.recomputation(word).extra_s for c, word in zip(costs, recompute, strict=True)
     ]
     prefix = [0.0]
     for t in times:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from planner.ir.mesh import Mesh
-from planner.ir.plan import MemoryEstimate, OperatorLayout, Plan, Searched, SegmentInfo, StageEstimate
+from planner.ir.plan import RECOMPUTATIONS, MemoryEstimate, OperatorLayout, Plan, Searched, SegmentInfo, StageEstimate
 from planner.schedules import check
 from planner.simulate import estimate_step
 
@@ -34,7 +34,7 @@ def example_plan() -> Plan:
         schedule="1f1b",
         zero=0,
         stages=((0, 3), (3, 6)),
-        recompute=(False, False, False, True, True, True),
+        recompute=("none",) * 3 + ("full",) * 3,
         segments=(
             SegmentInfo(0, "embed", 2, 1_000_000),
             *(SegmentInfo(1, f"layers.{i}", 4, 2_000_000) for i in range(4)),
@@ -85,7 +85,7 @@ def interleaved_plan(schedule: str = "interleaved") -> Plan:
         schedule=schedule,
         stages=((0, 2), (2, 3), (3, 4), (4, 6)),
         chunks=2,
-        recompute=(False,) * 6,
+        recompute=("none",) * 6,
         estimate=estimate,
         bound_s=estimate.step_time_s,
     )
@@ -101,7 +101,7 @@ def single_device_plan() -> Plan:
         micro_batches=1,
         schedule="gpipe",
         stages=((0, 6),),
-        recompute=(False,) * 6,
+        recompute=("none",) * 6,
         layouts=(),
         estimate=estimate,
         bound_s=estimate.step_time_s,
@@ -156,7 +156,9 @@ def plans(draw: st.DrawFn) -> Plan:
         recompute=tuple(
             draw(
                 st.lists(
-                    st.booleans() if schedule != "zero-bubble" else st.just(False), min_size=cuts[-1], max_size=cuts[-1]
+                    st.sampled_from(RECOMPUTATIONS if schedule != "zero-bubble" else ("none",)),
+                    min_size=cuts[-1],
+                    max_size=cuts[-1],
                 )
             )
         ),

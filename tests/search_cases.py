@@ -61,7 +61,7 @@ class Tried:
     """Every figure of one choice of stages and recomputation."""
 
     stages: tuple[tuple[int, int], ...]
-    recompute: tuple[bool, ...]
+    recompute: tuple[str, ...]
     step_time_s: float
     memory_bytes: tuple[int, ...]
 
@@ -73,9 +73,9 @@ def splits(segments: int, pp: int) -> Iterator[tuple[tuple[int, int], ...]]:
 
 
 def every_choice(segments: Sequence[SegmentCost], pp: int, micro_batches: int, schedule: str) -> Iterator[Tried]:
-    """All splits x all subsets of segments to recompute."""
+    """All splits x all ways to recompute each segment."""
     for stages in splits(len(segments), pp):
-        for recompute in itertools.product((False, True), repeat=len(segments)):
+        for recompute in itertools.product(*(s.recomputations for s in segments)):
             estimates = [
                 stage_estimate(
                     segments[first:end],

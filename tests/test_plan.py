@@ -104,7 +104,7 @@ def test_wrong_types(place: tuple[Any, ...], value: Any) -> None:
         (("micro_batches",), True, "Plan.micro_batches must be int, not bool"),
         (("stages",), [[0, 3, 6]], "Plan.stages must hold pairs"),
         (("stages", 0), [0, "3"], "Plan.stages must be int, not str"),
-        (("recompute", 1), 0, "Plan.recompute must be bool, not int"),
+        (("recompute", 1), 0, "Plan.recompute must be str, not int"),
         (("bound_s",), None, "Plan.bound_s must be a number, not NoneType"),
         (("searched", 0, "objective_s"), "0.1", "Searched.objective_s must be a number, not str"),
         (("estimate",), [], "expected the fields of Estimate, found list"),

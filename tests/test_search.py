@@ -74,7 +74,7 @@ def every_plan(evaluator: Evaluator, configuration: Configuration) -> Iterator[E
     for variant in (FAST, LEAN) if mesh.tp > 1 else (FAST,):
         costs = evaluator.costs(configuration, evaluator.letters(configuration, variant))
         for stages in splits(count, mesh.pp):
-            for recompute in itertools.product((False, True), repeat=count):
+            for recompute in itertools.product(*(c.recomputations for c in costs)):
                 parts = [
                     stage_estimate(
                         costs[first:end],
@@ -260,7 +260,7 @@ def test_on_one_stage_more_micro_batches_need_less_memory() -> None:
     peaks = []
     for configuration in (c for c in configurations(GPUS, ROWS, evaluator.segments) if str(c.mesh) == "tp4"):
         letters = whole_letters(evaluator.split(1, configuration.micro_batches).graph)
-        plan = evaluator.build_plan(configuration, letters, ((0, 4),), (False,) * 4, "x")
+        plan = evaluator.build_plan(configuration, letters, ((0, 4),), ("none",) * 4, "x")
         peaks.append(plan.estimate.stages[0].memory.activations_bytes)
     assert peaks == [peaks[0], peaks[0] // 2, peaks[0] // 4, peaks[0] // 8]
 
@@ -390,7 +390,7 @@ def test_a_gpt_with_fast_links_and_much_memory_is_data_parallel() -> None:
     on = made_up(4, flops_per_s=1e11, link_bytes_per_s=1e12, latency_s=1e-7, launch_s=1e-7)
     plan = search(made_problem(graph_of(gpt_tied), on))
     assert (plan.mesh, plan.gap) == (Mesh(dp=4), 0.0)
-    assert plan.micro_batches == 1 and not any(plan.recompute)
+    assert plan.micro_batches == 1 and set(plan.recompute) == {"none"}
 
 
 @pytest.mark.parametrize("link_bytes_per_s", [1e12, 1e8])

@@ -33,7 +33,7 @@ def test_the_peak_of_a_device_is_that_of_its_schedule(sizes: tuple[str, int, int
     count = pp * chunks
     segments = data.draw(st.lists(SEGMENT, min_size=count, max_size=count))
     stages = [(i, i + 1) for i in range(count)]
-    estimates = stage_estimates(segments, stages, (False,) * count, held(*sizes))
+    estimates = stage_estimates(segments, stages, ("none",) * count, held(*sizes))
     estimate = estimate_step(estimates, schedule, micro_batches, 0, chunks)
     for rank, order in enumerate(actions(*sizes)):
         now = most = 0

@@ -1,4 +1,4 @@
-"""Stages and recomputation against every split x every subset of recomputed segments."""
+"""Stages and recomputation against every split x every choice of what to recompute."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from planner.ir.plan import StageEstimate
 from planner.paths import critical_path, fill_and_drain_paths
 from planner.schedules import in_flight
-from planner.segment_cost import SegmentCost, stage_estimate
+from planner.segment_cost import Recomputation, SegmentCost, stage_estimate
 from planner.simulate import StageTimes, estimate_step, times_of
 from planner.solve import frontier, stages
 from planner.solve.frontier import Frontier
@@ -42,6 +42,7 @@ def segment_costs(draw: st.DrawFn) -> SegmentCost:
         gradient_sync_per_step_s=draw(SECONDS),
         optimizer_per_step_s=draw(SECONDS),
         transfer_s=draw(SECONDS),
+        selective=draw(st.none() | st.builds(Recomputation, SECONDS, st.just(0.0), SIZES, SIZES)),
     )
 
 
@@ -268,11 +269,11 @@ def test_recomputes_the_cheapest_that_makes_room() -> None:
         SegmentCost(2.0, 4.0, activations_bytes=10, input_bytes=0),
     )
     instance = Instance(chain, 1, 2, "1f1b", 30)
-    assert instance.choose().recompute == (False,) * 3  # type: ignore[union-attr]
+    assert instance.choose().recompute == ("none",) * 3  # type: ignore[union-attr]
     # f = 2 in flight under gpipe: 60 kept; recomputing segment 2 leaves 40 + 10 while it runs again
     choice = Instance(chain, 1, 2, "gpipe", 50).choose()
     assert isinstance(choice, StageChoice)
-    assert choice.recompute == (False, False, True)
+    assert choice.recompute == ("none", "none", "full")
     assert choice.estimate.step_time_s == 2 * (18.0 + 2.0)
 
 
@@ -295,7 +296,7 @@ def test_a_long_chain_is_proven(schedule: str, limit: int) -> None:
     choice = choose_stages((embedding, *[layer] * 32, head), 4, 8, schedule, limit)
     assert isinstance(choice, StageChoice)
     assert choice.proven
-    assert any(choice.recompute) == (limit == 420 and schedule == "gpipe")
+    assert ("full" in choice.recompute) == (limit == 420 and schedule == "gpipe")
 
 
 def test_eight_stages_of_fifty_segments() -> None:

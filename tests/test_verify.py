@@ -41,7 +41,11 @@ def test_examples_pass() -> None:
         ({"stages": ((0, 0), (0, 6))}, r"stage 0 holds no segment \(0 to 0\)"),
         ({"stages": ((0, 3), (3, 2))}, r"stage 1 holds no segment \(3 to 2\)"),
         ({"stages": ((0, 3), (3, 5))}, "its stages end at segment 5, but it has 6 segments"),
-        ({"recompute": (False,) * 5}, "recompute has 5 entries for 6 segments"),
+        ({"recompute": ("none",) * 5}, "recompute has 5 entries for 6 segments"),
+        (
+            {"recompute": ("none",) * 5 + ("half",)},
+            "recompute holds 'half'; a segment's word is one of none, selective, full",
+        ),
         ({"schedule": "zigzag"}, "unknown schedule 'zigzag'; the schedules are gpipe, 1f1b, interleaved, zero-bubble"),
         ({"micro_batches": 0}, "0 micro-batches of a batch of 64; both must be at least 1"),
         ({"global_batch": 7}, "a batch of 7 cannot be cut into 2 data shards x 4 micro-batches"),

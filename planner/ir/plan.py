@@ -8,6 +8,13 @@
 
 Segments are numbered along the chain of cuts; stage i holds segments ``stages[i][0]`` up to, but not, ``stages[i][1]``. Each
 pipeline rank runs ``chunks`` stages: stage i lives on rank i % pp.
+
+Between forward and backward of a micro-batch a segment keeps, by its word in ``recompute``,
+
+    none          what autograd saves
+    selective     its input and the results of matrix products with weights, convolutions, fused attention and reductions
+                  over tp; the rest is computed again
+    full          its input; all is computed again
 """
 
 from __future__ import annotations
@@ -24,6 +31,7 @@ from planner.ir.mesh import Mesh
 
 VERSION = 2
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+RECOMPUTATIONS = ("none", "selective", "full")
 _REMEDY = "Write it again with 'planner plan'."
 
 
@@ -154,7 +162,7 @@ class Plan:
     schedule: str
     zero: int
     stages: tuple[tuple[int, int], ...]
-    recompute: tuple[bool, ...]
+    recompute: tuple[str, ...]
     segments: tuple[SegmentInfo, ...]
     layouts: tuple[OperatorLayout, ...]
     global_batch: int
@@ -182,7 +190,7 @@ class Plan:
     @property
     def configuration(self) -> str:
         """The plan in the strategy grammar: ``pp2.dp2.tp2 mb=8 zero=3 recompute=full schedule=1f1b``."""
-        recompute = {0: "none", len(self.recompute): "full"}.get(sum(self.recompute), "some")
+        recompute = self.recompute[0] if len(set(self.recompute)) == 1 else "some"
         parts = [str(self.mesh), f"mb={self.micro_batches}", f"zero={self.zero}", f"recompute={recompute}"]
         parts += [f"schedule={self.schedule}"] if self.mesh.pp > 1 else []
         return " ".join(parts + ([f"v={self.chunks}"] if self.chunks > 1 else []))

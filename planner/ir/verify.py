@@ -10,7 +10,7 @@ from typing import Any
 from planner.errors import InvalidPlan
 from planner.ir.graph import Graph
 from planner.ir.layout import Pair
-from planner.ir.plan import Estimate, Plan
+from planner.ir.plan import RECOMPUTATIONS, Estimate, Plan
 from planner.schedules import ZERO_BUBBLE, check
 from planner.simulate import estimate_step
 
@@ -47,6 +47,9 @@ def _structure(plan: Plan) -> Iterator[str]:
         yield f"its stages end at segment {expected}, but it has {segments} segments"
     if len(plan.recompute) != segments:
         yield f"recompute has {len(plan.recompute)} entries for {segments} segments"
+    for word in plan.recompute:
+        if word not in RECOMPUTATIONS:
+            yield f"recompute holds {word!r}; a segment's word is one of {', '.join(RECOMPUTATIONS)}"
     if plan.micro_batches < 1 or plan.global_batch < 1:
         yield f"{plan.micro_batches} micro-batches of a batch of {plan.global_batch}; both must be at least 1"
     if plan.global_batch < mesh.dp * plan.micro_batches:
@@ -65,7 +68,7 @@ def _zero_bubble(plan: Plan) -> Iterator[str]:
     """What a backward in two parts cannot be mixed with: torch would run it twice, or lose gradients without a word."""
     if plan.zero and plan.mesh.dp > 1:
         yield f"zero-bubble runs with ZeRO 0 only, not {plan.zero}; use another schedule, or zero=0"
-    if any(again not in (False, "none") for again in plan.recompute):
+    if any(word != "none" for word in plan.recompute):
         yield "zero-bubble runs without recomputation only; use another schedule, or recompute=none"
 
 

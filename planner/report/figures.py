@@ -91,7 +91,8 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
             "segments": [first, end],
             "labels": [segment.label for segment in plan.segments[first:end]],
             "parameters": sum(segment.parameters for segment in plan.segments[first:end]),
-            "recomputed_segments": sum(plan.recompute[first:end]),
+            "recomputed_segments": sum(word != "none" for word in plan.recompute[first:end]),
+            "recompute": list(plan.recompute[first:end]),
             "rank": index % plan.mesh.pp,
             "share_of_memory_limit": share_of_limit(plan, index % plan.mesh.pp),
         }

@@ -81,11 +81,16 @@ def zero_words(plan: Plan) -> str:
 
 
 def recompute_words(plan: Plan) -> str:
-    count, segments = sum(plan.recompute), len(plan.recompute)
-    if not count:
+    words = plan.recompute
+    if not any(word != "none" for word in words):
         return "none: all activations are kept"
-    labels = collapse(segment.label for segment, on in zip(plan.segments, plan.recompute, strict=True) if on)
-    return f"{'all' if count == segments else f'{count} of {segments}'} segments: {labels}"
+    parts = []
+    for kind in ("full", "selective"):
+        count = words.count(kind)
+        if count:
+            labels = collapse(segment.label for segment, word in zip(plan.segments, words, strict=True) if word == kind)
+            parts.append(f"{kind} in {'all' if count == len(words) else f'{count} of {len(words)}'} segments: {labels}")
+    return "; ".join(parts)
 
 
 def rank_words(mesh: Mesh, stage: int) -> str:

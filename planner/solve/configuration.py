@@ -175,7 +175,7 @@ class Evaluator:
         configuration: Configuration,
         letters: Letters,
         stages: Sequence[tuple[int, int]],
-        recompute: Sequence[bool],
+        recompute: Sequence[str],
         strategy: str,
         bound_s: float = 0.0,
         searched: tuple[Searched, ...] = (),

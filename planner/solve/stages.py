@@ -50,7 +50,7 @@ class StageChoice:
     """``bound_s``: no split of these segments is faster. ``proven``: the estimate meets the bound (to 1e-9)."""
 
     stages: tuple[tuple[int, int], ...]
-    recompute: tuple[bool, ...]
+    recompute: tuple[str, ...]
     estimate: Estimate
     bound_s: float
     proven: bool
@@ -178,7 +178,7 @@ class _Problem:
             for s, x in enumerate(chosen)
         ]
         estimate = estimate_step(estimates, self.schedule, self.m, self.limit_bytes)
-        recompute = tuple(flag for x in chosen for flag in x.label.recompute)
+        recompute = tuple(word for x in chosen for word in x.label.recompute)
         return StageChoice(tuple((x.first, x.end) for x in chosen), recompute, estimate, 0.0, False)
 
     def even_split(self) -> tuple[int, ...]:
