@@ -30,7 +30,7 @@ def measure(row: Row) -> Row:
     """Trace and search one size, in this process."""
     from dataclasses import replace
 
-    from benchmarks.shapes import OPTIMIZER, PRECISION, SHAPES, sample
+    from benchmarks.shapes import OPTIMIZER, SHAPES, precision, sample
     from costmodels.hardware import load_cluster
     from planner.garbage import uncollected
     from planner.solve.configuration import Problem
@@ -43,7 +43,9 @@ def measure(row: Row) -> Row:
         start = time.perf_counter()
         graph = trace(model, Batch(inputs, {})).graph
         traced = time.perf_counter()
-        evaluator = TimedEvaluator(Problem(BASE, graph, machines, OPTIMIZER, PRECISION, machines.device.memory_bytes))
+        evaluator = TimedEvaluator(
+            Problem(BASE, graph, machines, OPTIMIZER, precision(machines), machines.device.memory_bytes)
+        )
         plan = search(evaluator.problem, evaluator=evaluator)
         done = time.perf_counter()
     return {

@@ -85,7 +85,7 @@ def hand_picked(gpus: int, gpus_per_node: int, segments: int) -> tuple[str, ...]
         _mesh(1, gpus // h, h) + " zero=3 recompute=full",
         _mesh(1, gpus // largest_degree(gpus, 2), largest_degree(gpus, 2)) + " zero=3",
         _mesh(q, gpus // q, 1) + " zero=0 schedule=1f1b",
-        _mesh(q, gpus // q, 1) + " zero=0 recompute=full schedule=interleaved v=2",
+        _mesh(q, gpus // q, 1) + " zero=0 schedule=zero-bubble",
         _mesh(p, gpus // h // p, h) + " zero=0 recompute=full schedule=1f1b",
         _mesh(p, gpus // h // p, h) + " zero=1 recompute=selective schedule=interleaved v=2",
     )

@@ -63,7 +63,7 @@ def load(model: str, batch: int) -> tuple[Any, Any, Any]:
 
 def measure(row: Row) -> Row:
     """One case, in this process."""
-    from benchmarks.shapes import OPTIMIZER, PRECISION
+    from benchmarks.shapes import OPTIMIZER, precision
     from costmodels.hardware import load_cluster
     from planner.garbage import uncollected
     from planner.solve.configuration import Problem
@@ -76,7 +76,7 @@ def measure(row: Row) -> Row:
         start = time.perf_counter()
         graph = trace(model, batch, loss_fn).graph
         traced = time.perf_counter()
-        problem = Problem(row["model"], graph, machines, OPTIMIZER, PRECISION, machines.device.memory_bytes)
+        problem = Problem(row["model"], graph, machines, OPTIMIZER, precision(machines), machines.device.memory_bytes)
         evaluator = TimedEvaluator(problem)
         plan = search(problem, evaluator=evaluator)
         done = time.perf_counter()

@@ -1,9 +1,10 @@
 """Published shapes by name, as problems ready to search.
 
     SHAPES                  name -> Shape
-    sample(shape, batch)    the model and one global batch, on the meta device in bfloat16
-    graph_of(shape, batch)  its traced graph, kept between runs in one process
+    sample(shape, batch)    the model and one global batch, on the meta device
+    graph_of(shape, batch)  its traced graph, kept for the next problem of this process
     problem(name, batch, cluster, gpus)
+    precision(cluster)      bfloat16, or float16 where the devices are not made for it
 
 Sources of the sizes: GPT-2, GPT-3 (Brown and others 2020, table 2.1), Megatron-LM (Narayanan and others 2021, table 1),
 Llama 2 (Touvron and others 2023), Llama 3 (Dubey and others 2024), Nemotron-4 15B (Parmar and others 2024), BERT (Devlin
@@ -14,7 +15,7 @@ The vocabulary of GPT-3 and Megatron-LM's models is 51,200 (50,257 padded), as i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
     from benchmarks.models import Sizes
 
-PRECISION = "bfloat16"
 OPTIMIZER = "adamw"
 
 
@@ -119,42 +119,44 @@ def sizes_of(shape: Shape) -> Sizes:
     )
 
 
-def sample(shape: Shape, batch: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
+def sample(shape: Shape, batch: int, dtype: str = "bfloat16") -> tuple[nn.Module, tuple[Tensor, ...]]:
     """A model that returns its loss, and one global batch of ``batch`` rows. Nothing of it takes memory."""
     import torch
 
     from benchmarks import models
 
+    kind = getattr(torch, dtype)
     with torch.device("meta"):
         classes = torch.empty(batch, dtype=torch.int64)
         model: nn.Module
         if shape.kind == "mlp":
-            model = models.MLP(shape.layers, shape.width).bfloat16()
-            return model, tuple(torch.empty(batch, shape.width, dtype=torch.bfloat16) for _ in range(2))
-        images = torch.empty(batch, 3, IMAGE_SIDE, IMAGE_SIDE, dtype=torch.bfloat16)
+            model = models.MLP(shape.layers, shape.width).to(kind)
+            return model, tuple(torch.empty(batch, shape.width, dtype=kind) for _ in range(2))
+        images = torch.empty(batch, 3, IMAGE_SIDE, IMAGE_SIDE, dtype=kind)
         if shape.kind == "resnet":
             model = models.ResNet(RESNET_BLOCKS[shape.layers], shape.width, shape.vocabulary)
-            return model.bfloat16(), (images, classes)
+            return model.to(kind), (images, classes)
         if shape.kind == "vit":
-            return models.VisionTransformer(sizes_of(shape), PATCH).bfloat16(), (images, classes)
+            return models.VisionTransformer(sizes_of(shape), PATCH).to(kind), (images, classes)
         tokens = torch.empty(batch, shape.length, dtype=torch.int64)
-        return models.Transformer(sizes_of(shape)).bfloat16(), (tokens, tokens.clone())
+        return models.Transformer(sizes_of(shape)).to(kind), (tokens, tokens.clone())
+
+
+def precision(cluster: Cluster) -> str:
+    return "bfloat16" if "bfloat16" in cluster.device.peak_flops_per_s else "float16"
 
 
 @lru_cache(maxsize=8)
-def graph_of(shape: Shape, batch: int) -> Graph:
+def graph_of(shape: Shape, batch: int, dtype: str = "bfloat16") -> Graph:
     from planner.trace import Batch, trace
 
-    model, inputs = sample(shape, batch)
+    model, inputs = sample(shape, batch, dtype)
     return trace(model, Batch(inputs, {})).graph
 
 
 def problem(name: str, batch: int, cluster: str | Cluster, gpus: int, shape: Shape | None = None) -> Problem:
     """The problem of training ``name`` (``shape``: or a variant of it) with ``batch`` rows a step."""
     machines = load_cluster(cluster, gpus) if isinstance(cluster, str) else cluster.with_gpus(gpus)
-    graph = graph_of(shape or SHAPES[name], batch)
-    return Problem(name, graph, machines, OPTIMIZER, PRECISION, machines.device.memory_bytes)
-
-
-def with_layers(shape: Shape, layers: int) -> Shape:
-    return replace(shape, layers=layers)
+    dtype = precision(machines)
+    graph = graph_of(shape or SHAPES[name], batch, dtype)
+    return Problem(name, graph, machines, OPTIMIZER, dtype, machines.device.memory_bytes)

@@ -60,6 +60,14 @@ def test_twelve_strategies_for_every_pair(pair: hand_picked.Pair) -> None:
         assert parse_strategy(strategy.split()[0], pair.gpus).mesh.size == pair.gpus
 
 
+def test_devices_without_bfloat16_get_float16() -> None:
+    thin = replace(shapes.SHAPES["wide-mlp"], width=16)
+    for cluster, dtype in (("dgx-v100-32gb", "float16"), ("dgx-h100", "bfloat16")):
+        found = shapes.problem("wide-mlp", 8, cluster, 2, thin)
+        dtypes = {leaf.value.dtype for leaf in found.graph.leaves_of("parameter")}
+        assert (found.precision, dtypes) == (dtype, {dtype})
+
+
 def test_twenty_pairs() -> None:
     assert len({pair.name for pair in hand_picked.PAIRS}) == 20
     assert {pair.model for pair in hand_picked.PAIRS} <= set(shapes.SHAPES)
