@@ -13,25 +13,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from costmodels.hardware import Cluster
-from planner.discover import with_discovered_rules
 from planner.errors import BadInput, MeshwrightError
-from planner.garbage import uncollected
 from planner.inputs import (
     BatchForm,
-    cast,
-    example_batch,
-    guess_target,
-    moved_to,
-    on_device_of,
-    paths_of,
-    takes_target,
     with_values,
 )
 from planner.ir.graph import Graph
@@ -39,19 +30,18 @@ from planner.ir.plan import Plan
 from planner.ir.program import Program
 from planner.ir.verify import verify_plan
 from planner.lower import lower
-from planner.options import Progress, Request, cast_model, check_gpus, check_request, dtype_to_trace
-from planner.other_batch import other_program
-from planner.parallel import OptimizerFactory, OtherBatch, Parallel
+from planner.options import Progress, Request, check_gpus, check_request, dtype_to_trace
+from planner.parallel import OptimizerFactory, Parallel
+from planner.planning import Prepared, prepare_run, problem_of, trace_model
 from planner.report.comparison import ComparisonRow
 from planner.report.verification import Verification
 from planner.single_device import dropout_modules_off, without_dropout
-from planner.solve.configuration import Evaluator, Problem
+from planner.solve.configuration import Evaluator
 from planner.solve.search import search
 from planner.strategies import NAMED, plan_by_hand
-from planner.trace import Batch, Traced, trace
+from planner.trace import Batch, Traced
 from planner.verification import Case, Verifier, drawing, dropout_off
 from runtime.launch import LocalRanks, current_world, init_world, share_bytes
-from runtime.measure import measured_cluster
 from runtime.worker import Rank
 from runtime.world import World
 
@@ -107,7 +97,7 @@ def auto_parallelize(
     world = current_world()
     batch = (example_inputs, example_kwargs, example_target, global_batch)
 
-    def prepare(count: int | None) -> _Prepared:
+    def prepare(count: int | None) -> Prepared:
         request = check_request(
             count,
             loss_fn,
@@ -124,7 +114,7 @@ def auto_parallelize(
         )
         if request.cluster is None and request.plan is None and (world is None or world.size == 1):
             check_gpus(request.gpus)
-        return _prepare(model, batch, request, samplewise)
+        return prepare_run(model, batch, request, samplewise)
 
     if world is not None and (world.size > 1 or gpus == 1):
         if gpus not in (None, world.size):
@@ -143,10 +133,10 @@ def auto_parallelize(
     )
 
 
-def _of_rank(model: torch.nn.Module, world: World, prepare: Callable[[], _Prepared]) -> Parallel:
+def _of_rank(model: torch.nn.Module, world: World, prepare: Callable[[], Prepared]) -> Parallel:
     """This process as a rank of ``world``: rank 0 prepares, and all get what it made, or its error."""
     device = init_world(world, timeout_s=COLLECTIVE_TIMEOUT_S)
-    first: list[_Prepared] = []
+    first: list[Prepared] = []
 
     def make() -> dict[str, Any]:
         first.append(prepare())
@@ -240,9 +230,9 @@ def compare(
     if measure or request.cluster is None:
         check_gpus(request.gpus)
     example = (example_inputs, example_kwargs, example_target, global_batch)
-    traced, whole_batch = _traced(model, example, request, samplewise)
+    traced, whole_batch = trace_model(model, example, request, samplewise)
     tensors = _tensors(traced, whole_batch) if measure else {}
-    problem = _problem(model, traced.graph, request)
+    problem = problem_of(model, traced.graph, request)
     evaluator = Evaluator(problem)
     rows = []
     for name in ("auto", *(s for s in strategies if s != "auto")):
@@ -320,103 +310,6 @@ def verify_each(
     return each()
 
 
-# --- planning ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    plan: Plan
-    program: Program
-    form: BatchForm
-    other_batch: OtherBatch
-
-
-def _prepare(
-    model: torch.nn.Module, batch: tuple[Any, ...], request: Request, samplewise: bool | Sequence[str]
-) -> _Prepared:
-    """Trace, plan and lower."""
-    traced, example = _traced(model, batch, request, samplewise)
-    plan = request.plan
-    if plan is None:
-        problem = _problem(model, traced.graph, request)
-        request.say("searching")
-        with uncollected():
-            if request.strategy == "auto":
-                plan = search(problem, request.time_limit_s, request.progress)
-            else:
-                plan = plan_by_hand(Evaluator(problem), request.strategy)
-    verify_plan(plan, traced.graph)
-    request.say("lowering")
-    program = lower(traced.graph, plan)
-
-    def other_batch(batch: Batch, rows: int, fixed: tuple[str, ...]) -> Program:
-        def again() -> Graph:
-            return _trace_batch(model, batch, request, rows, samplewise, fixed)[0].graph
-
-        return other_program(program, plan, traced.graph, rows, again)
-
-    return _Prepared(plan, program, BatchForm.of(example), other_batch)
-
-
-def _traced(
-    model: torch.nn.Module, batch: tuple[Any, ...], request: Request, samplewise: bool | Sequence[str] = ()
-) -> tuple[Traced, Batch]:
-    """The graph of one step, and the example batch it was traced with, its values kept."""
-    if not isinstance(model, torch.nn.Module):
-        raise BadInput(f"model is a {type(model).__name__}; pass a torch.nn.Module")
-    inputs, kwargs, target, rows = batch
-    if rows is None and request.plan is not None:
-        rows = request.plan.global_batch
-    example = example_batch(model, inputs, kwargs, target, rows, request.not_batched)
-    fixed = paths_of(model, example, request.not_batched)
-    return _trace_batch(model, example, request, rows, samplewise, fixed)
-
-
-def _trace_batch(
-    model: torch.nn.Module,
-    example: Batch,
-    request: Request,
-    rows: int | None,
-    samplewise: bool | Sequence[str],
-    not_batched: tuple[str, ...],
-) -> tuple[Traced, Batch]:
-    dtype, weights = dtype_to_trace(model, request), None
-    if dtype is not None:
-        model, weights, example = cast_model(model, dtype), model, cast(example, dtype)
-    stand_ins, real = on_device_of(model, example), moved_to(model, example)
-    if request.loss_fn is not None and example.target is None and takes_target(request.loss_fn):
-        guessed = guess_target(model, stand_ins, request.loss_fn, real)
-        example, stand_ins = replace(example, target=guessed), replace(stand_ins, target=guessed)
-    request.say("tracing the model")
-    with uncollected():
-        traced = trace(model, stand_ins, request.loss_fn, rows, samplewise, real, weights, not_batched)
-        return replace(traced, graph=with_discovered_rules(traced.graph)), example
-
-
-def _problem(model: torch.nn.Module, graph: Graph, request: Request) -> Problem:
-    cluster = request.cluster
-    if cluster is None:
-        cluster = measured_cluster(request.gpus, progress=request.say)
-    limit = request.memory_limit_bytes
-    return Problem(
-        name=type(model).__name__,
-        graph=graph,
-        cluster=cluster,
-        optimizer=request.optimizer,
-        precision=_main_dtype(graph) if request.dtype is None else str(request.dtype).removeprefix("torch."),
-        memory_limit_bytes=limit if limit is not None else cluster.device.memory_bytes,
-        seed=request.seed,
-    )
-
-
-def _main_dtype(graph: Graph) -> str:
-    """The dtype most parameters have."""
-    counts: dict[str, int] = {}
-    for leaf in graph.leaves_of("parameter"):
-        counts[leaf.value.dtype] = counts.get(leaf.value.dtype, 0) + leaf.value.numel
-    return max(counts, key=lambda dtype: counts[dtype])
-
-
 # --- verifying --------------------------------------------------------------------------------------------------------
 
 
@@ -443,12 +336,12 @@ def _verifier(
     samplewise = chosen.pop("samplewise")
     request = check_request(gpus, strategy=strategy, plan=plan, **chosen)
     check_gpus(request.gpus)
-    traced, batch = _traced(model, example, request, samplewise)
+    traced, batch = trace_model(model, example, request, samplewise)
     planned = traced.graph
     quiet, dropped = dropout_off(planned)
     if drawing(quiet) is not None:  # dropout of other kinds cannot be told from other draws in the graph
         with without_dropout(), dropout_modules_off(model):
-            traced, batch = _traced(model, example, request, samplewise)
+            traced, batch = trace_model(model, example, request, samplewise)
         planned, quiet, dropped = traced.graph, traced.graph, (*dropped, "dropout")
     traced = replace(traced, graph=quiet)
     batch = with_values(batch, invented=example[0] is None and example[1] is None)
@@ -464,7 +357,7 @@ def _verifier(
             found = request.plan
         else:
             if not evaluators:
-                evaluators.append(Evaluator(_problem(model, planned, request)))
+                evaluators.append(Evaluator(problem_of(model, planned, request)))
             problem = evaluators[0].problem
             request.say("searching")
             if name == "auto":

@@ -5,6 +5,8 @@ The command line turns each into one message and its exit code; anything else is
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 
 class MeshwrightError(Exception):
     """Base of all errors meant for the user. ``exit_code`` is what the command line returns."""
@@ -30,10 +32,31 @@ class InvalidPlan(MeshwrightError):
     exit_code = 4
 
 
+@dataclass(frozen=True)
+class Shortage:
+    """The least memory that is missing: ``missing_bytes`` over ``memory_limit_bytes`` on a device of ``stage`` of the
+    plan that comes nearest, one of ``configuration``."""
+
+    missing_bytes: int
+    configuration: str
+    stage: int
+    memory_limit_bytes: int
+
+
 class Infeasible(MeshwrightError):
-    """No plan in the space fits; the message says what is missing and what would help."""
+    """No plan in the space fits; the message says what is missing and what would help.
+
+    ``shortage``: by how much, where memory is what is missing. ``figures``: ways out, as data for scripts.
+    """
 
     exit_code = 5
+
+    def __init__(
+        self, message: str, shortage: Shortage | None = None, figures: dict[str, object] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.shortage = shortage
+        self.figures = figures or {}
 
 
 class OutOfTime(MeshwrightError):

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from planner.errors import BadInput, Infeasible, OutOfTime
+from planner.errors import BadInput, Infeasible, OutOfTime, Shortage
 from planner.ir.mesh import Mesh
 from planner.ir.plan import Plan, Searched
 from planner.sizes import format_bytes
@@ -257,7 +257,7 @@ class _Search:
                 raise OutOfTime(
                     "the time limit passed before a plan was found. Give the search more time (time_limit)."
                 )
-            raise Infeasible(self._why_infeasible())
+            raise self._infeasible()
         best = self.best
         searched = []
         for item in self.searched:
@@ -278,19 +278,22 @@ class _Search:
             tuple(searched),
         )
 
-    def _why_infeasible(self) -> str:
+    def _infeasible(self) -> Infeasible:
         gpus = self.problem.cluster.gpus
         if self.least_missing is None:
             reasons = sorted({s.reason for s in self.searched})
-            return f"no plan exists on {gpus} devices: " + (
-                "; ".join(reasons[:3]) or "the batch or model cannot be split so"
+            return Infeasible(
+                f"no plan exists on {gpus} devices: "
+                + ("; ".join(reasons[:3]) or "the batch or model cannot be split so")
             )
         missing, configuration, stage = self.least_missing
+        limit = self.problem.memory_limit_bytes
         where = f"stage {stage} of " if configuration.mesh.pp > 1 else ""
-        return (
+        return Infeasible(
             f"{self.problem.name} does not fit on {gpus} x {self.problem.cluster.name} with "
-            f"{format_bytes(self.problem.memory_limit_bytes)} each: the nearest plan, {where}{configuration} with "
-            f"recomputation where it helps, is {format_bytes(missing)} over on its fullest device"
+            f"{format_bytes(limit)} each: the nearest plan, {where}{configuration} with "
+            f"recomputation where it helps, is {format_bytes(missing)} over on its fullest device",
+            Shortage(missing, str(configuration), stage, limit),
         )
 
 
