@@ -3,6 +3,9 @@
     planner.auto_parallelize(model, gpus=8, example_inputs=(x,), loss_fn=loss_fn)   plan, and run, a model
     planner.compare(model, gpus=8, ...)                                             against hand-picked strategies
     planner.verify(model, gpus=4, strategy="tp", ...)                               a plan's training against one device
+    planner.explain(model, gpus=8, ...)                                             why that plan, and what would change it
+    planner.size(model, step_time="0.5s", ...)                                      the smallest and the cheapest cluster
+    planner.prove("plan.json")                                                      a plan's proof, without the solver
     planner.Plan.load("plan.json")                                                  a plan, without importing torch
 
 Names are imported when first used, so that reading a plan costs no import of torch.
@@ -16,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from planner.api import auto_parallelize, compare, verify, verify_each
     from planner.ir.plan import Plan
+    from planner.proof import prove
+    from planner.questions import explain, size
 
-__all__ = ["Plan", "auto_parallelize", "compare", "verify", "verify_each"]
+__all__ = ["Plan", "auto_parallelize", "compare", "explain", "prove", "size", "verify", "verify_each"]
 
 
 def __getattr__(name: str) -> Any:
@@ -27,6 +32,10 @@ def __getattr__(name: str) -> Any:
         api = import_module("planner.api")
         if hasattr(api, name):
             return getattr(api, name)
+    if name in ("explain", "size"):
+        return getattr(import_module("planner.questions"), name)
+    if name == "prove":
+        return import_module("planner.proof").prove
     raise AttributeError(f"module 'planner' has no attribute {name!r}")
 
 

@@ -30,9 +30,9 @@ from planner.ir.plan import Plan
 from planner.ir.program import Program
 from planner.ir.verify import verify_plan
 from planner.lower import lower
-from planner.options import Progress, Request, check_gpus, check_request, dtype_to_trace
+from planner.options import Progress, Request, asked, check_gpus, check_request, dtype_to_trace
 from planner.parallel import OptimizerFactory, Parallel
-from planner.planning import Prepared, prepare_run, problem_of, trace_model
+from planner.planning import Prepared, prepare_run
 from planner.report.comparison import ComparisonRow
 from planner.report.verification import Verification
 from planner.single_device import dropout_modules_off, without_dropout
@@ -40,6 +40,7 @@ from planner.solve.configuration import Evaluator
 from planner.solve.search import search
 from planner.strategies import NAMED, plan_by_hand
 from planner.trace import Batch, Traced
+from planner.tracing import problem_of, trace_model
 from planner.verification import Case, Verifier, drawing, dropout_off
 from runtime.launch import LocalRanks, current_world, init_world, share_bytes
 from runtime.worker import Rank
@@ -327,14 +328,8 @@ def _verifier(
     world = current_world()
     if world is not None and world.size > 1:
         raise BadInput("verify starts ranks of its own; run it in a plain script, not under torchrun")
-    chosen = {**_OPTIONS, **options}
-    if unknown := sorted(chosen.keys() - _OPTIONS.keys()):
-        raise TypeError(f"verify got an unexpected argument {unknown[0]!r}; it takes those of auto_parallelize")
-    example = tuple(chosen.pop(f"example_{part}") for part in ("inputs", "kwargs", "target")) + (
-        chosen.pop("global_batch"),
-    )
-    samplewise = chosen.pop("samplewise")
-    request = check_request(gpus, strategy=strategy, plan=plan, **chosen)
+    made = asked("verify", gpus, strategy, plan, options)
+    request, example, samplewise = made.request, made.batch, made.samplewise
     check_gpus(request.gpus)
     traced, batch = trace_model(model, example, request, samplewise)
     planned = traced.graph
@@ -368,13 +363,6 @@ def _verifier(
         return replace(found, graph_digest=quiet.digest) if found.graph_digest == planned.digest else found
 
     return request, verifier, make_plan
-
-
-_OPTIONS: Mapping[str, Any] = {
-    "example_inputs": None, "example_kwargs": None, "example_target": None, "loss_fn": None, "cluster": "auto",
-    "global_batch": None, "not_batched": (), "optimizer": "adamw", "precision": None, "memory_limit": None,
-    "time_limit": None, "seed": 0, "progress": None, "samplewise": (),
-}  # fmt: skip
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------

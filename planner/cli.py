@@ -1,7 +1,8 @@
-"""The command line: ``planner plan``, ``inspect``, ``compare``, ``verify``, ``run``.
+"""The command line: ``planner plan``, ``inspect``, ``compare``, ``explain``, ``size``, ``prove``, ``verify``, ``run``.
 
 Results go to stdout, progress and messages to stderr. Exit codes: 2 for wrong usage, and those of ``planner.errors``.
-torch and the solver are imported by the commands that trace or solve, never by ``inspect``.
+torch and the solver are imported by the commands that trace or solve, never by ``inspect``,
+``prove`` without a model, and ``explain --diff``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import click
 
-from planner.commands import plans, runs
+from planner.commands import plans, questions, runs
 from planner.errors import MeshwrightError
 
 INTERRUPTED = 130
@@ -41,7 +42,10 @@ def cli() -> None:
     """
 
 
-for _command in (plans.plan, plans.inspect, plans.compare, runs.verify, runs.run):
+_COMMANDS = (
+    plans.plan, plans.inspect, plans.compare, questions.explain, questions.size, questions.prove, runs.verify, runs.run,
+)  # fmt: skip
+for _command in _COMMANDS:
     cli.add_command(_command)
 
 

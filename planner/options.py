@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,38 @@ def check_request(
         progress,
         _names(not_batched),
     )
+
+
+# The arguments of ``auto_parallelize`` that say what is planned, with their defaults.
+DEFAULTS: Mapping[str, Any] = {
+    "example_inputs": None, "example_kwargs": None, "example_target": None, "loss_fn": None, "cluster": "auto",
+    "global_batch": None, "not_batched": (), "optimizer": "adamw", "precision": None, "memory_limit": None,
+    "time_limit": None, "seed": 0, "progress": None, "samplewise": (),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request with its batch: (inputs, keywords, target, rows), as planner.tracing takes it."""
+
+    request: Request
+    batch: tuple[Any, ...]
+    samplewise: bool | Sequence[str]
+
+
+def asked(
+    call: str, gpus: int | None, strategy: str, plan: Plan | str | Path | None, options: Mapping[str, Any]
+) -> Asked:
+    """``options``: arguments of auto_parallelize, those left out by default, handed on by ``call``.
+
+    Raises TypeError for an unknown one, else what ``check_request`` raises.
+    """
+    chosen = {**DEFAULTS, **options}
+    if unknown := sorted(chosen.keys() - DEFAULTS.keys()):
+        raise TypeError(f"{call} got an unexpected argument {unknown[0]!r}; it takes those of auto_parallelize")
+    example = tuple(chosen.pop(f"example_{part}") for part in ("inputs", "kwargs", "target"))
+    batch, samplewise = (*example, chosen.pop("global_batch")), chosen.pop("samplewise")
+    return Asked(check_request(gpus, strategy=strategy, plan=plan, **chosen), batch, samplewise)
 
 
 def _names(given: Any) -> tuple[str, ...]:

@@ -1,44 +1,30 @@
-"""From a request to a plan that can run: trace, search (or price by hand), verify, lower.
-
-trace_model(model, batch, request)    the graph of one step
-problem_of(model, graph, request)     what the search is asked
-prepare_run(model, batch, request)    plan and program
-"""
+"""From a request to a plan that can run: trace, search (or price by hand), verify, lower."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from planner.discover import with_discovered_rules
-from planner.errors import BadInput
+from planner.errors import Infeasible
 from planner.garbage import uncollected
-from planner.inputs import (
-    BatchForm,
-    cast,
-    example_batch,
-    guess_target,
-    moved_to,
-    on_device_of,
-    paths_of,
-    takes_target,
-)
+from planner.inputs import BatchForm
 from planner.ir.graph import Graph
 from planner.ir.plan import Plan
 from planner.ir.program import Program
 from planner.ir.verify import verify_plan
 from planner.lower import lower
-from planner.options import Request, cast_model, dtype_to_trace
+from planner.options import Request
 from planner.other_batch import other_program
 from planner.parallel import OtherBatch
 from planner.solve.configuration import Evaluator, Problem
 from planner.solve.search import search
 from planner.strategies import plan_by_hand
-from planner.trace import Batch, Traced, trace
-from runtime.measure import measured_cluster
+from planner.trace import Batch
+from planner.tracing import problem_of, retracing, trace_batch, trace_model
+from planner.ways_out import Retrace, infeasible_with_ways_out
 
 
 @dataclass(frozen=True)
@@ -60,7 +46,7 @@ def prepare_run(
         request.say("searching")
         with uncollected():
             if request.strategy == "auto":
-                plan = search(problem, request.time_limit_s, request.progress)
+                plan = found_or_ways_out(problem, request, retracing(model, batch, request, samplewise))
             else:
                 plan = plan_by_hand(Evaluator(problem), request.strategy)
     verify_plan(plan, traced.graph)
@@ -76,60 +62,9 @@ def prepare_run(
     return Prepared(plan, program, BatchForm.of(example), other_batch)
 
 
-def trace_model(
-    model: torch.nn.Module, batch: tuple[Any, ...], request: Request, samplewise: bool | Sequence[str] = ()
-) -> tuple[Traced, Batch]:
-    """The graph of one step, and the example batch it was traced with, its values kept."""
-    if not isinstance(model, torch.nn.Module):
-        raise BadInput(f"model is a {type(model).__name__}; pass a torch.nn.Module")
-    inputs, kwargs, target, rows = batch
-    if rows is None and request.plan is not None:
-        rows = request.plan.global_batch
-    example = example_batch(model, inputs, kwargs, target, rows, request.not_batched)
-    fixed = paths_of(model, example, request.not_batched)
-    return trace_batch(model, example, request, rows, samplewise, fixed)
-
-
-def trace_batch(
-    model: torch.nn.Module,
-    example: Batch,
-    request: Request,
-    rows: int | None,
-    samplewise: bool | Sequence[str],
-    not_batched: tuple[str, ...],
-) -> tuple[Traced, Batch]:
-    dtype, weights = dtype_to_trace(model, request), None
-    if dtype is not None:
-        model, weights, example = cast_model(model, dtype), model, cast(example, dtype)
-    stand_ins, real = on_device_of(model, example), moved_to(model, example)
-    if request.loss_fn is not None and example.target is None and takes_target(request.loss_fn):
-        guessed = guess_target(model, stand_ins, request.loss_fn, real)
-        example, stand_ins = replace(example, target=guessed), replace(stand_ins, target=guessed)
-    request.say("tracing the model")
-    with uncollected():
-        traced = trace(model, stand_ins, request.loss_fn, rows, samplewise, real, weights, not_batched)
-        return replace(traced, graph=with_discovered_rules(traced.graph)), example
-
-
-def problem_of(model: torch.nn.Module, graph: Graph, request: Request) -> Problem:
-    cluster = request.cluster
-    if cluster is None:
-        cluster = measured_cluster(request.gpus, progress=request.say)
-    limit = request.memory_limit_bytes
-    return Problem(
-        name=type(model).__name__,
-        graph=graph,
-        cluster=cluster,
-        optimizer=request.optimizer,
-        precision=_main_dtype(graph) if request.dtype is None else str(request.dtype).removeprefix("torch."),
-        memory_limit_bytes=limit if limit is not None else cluster.device.memory_bytes,
-        seed=request.seed,
-    )
-
-
-def _main_dtype(graph: Graph) -> str:
-    """The dtype most parameters have."""
-    counts: dict[str, int] = {}
-    for leaf in graph.leaves_of("parameter"):
-        counts[leaf.value.dtype] = counts.get(leaf.value.dtype, 0) + leaf.value.numel
-    return max(counts, key=lambda dtype: counts[dtype])
+def found_or_ways_out(problem: Problem, request: Request, retrace: Retrace) -> Plan:
+    """The best plan. Raises Infeasible with the least change of each kind that would fit."""
+    try:
+        return search(problem, request.time_limit_s, request.progress, suggest=False)
+    except Infeasible as error:
+        raise infeasible_with_ways_out(error, problem, retrace, request.say) from None

@@ -25,6 +25,19 @@ def parse_bytes(text: str) -> int:
     return int(match[1]) * unit if match[1].isdigit() else round(size)
 
 
+_DURATIONS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of ``500ms``, ``0.5s``, ``90min``, ``12h`` or ``7d``. Raises BadInput with examples."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)\s*", text)
+    unit = _DURATIONS.get(match[2]) if match else None
+    seconds = float(match[1]) * unit if match is not None and unit is not None else 0.0
+    if not 0 < seconds < math.inf:
+        raise BadInput(f"{text!r} is not a time above zero; write for example 500ms, 0.5s, 90min, 12h or 7d")
+    return seconds
+
+
 def format_bytes(size_bytes: float) -> str:
     """Three significant digits in powers of 1000: ``6.00 GB``, ``512 MB``, ``0 B``."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from rich.console import Console
 
-from planner.errors import BadInput
+from planner.errors import BadInput, Infeasible
 from planner.ir.plan import Plan
 from planner.ir.verify import verify_plan
 from planner.sizes import parse_bytes
@@ -34,6 +35,11 @@ class Size(click.ParamType):
 
 def planning_options(command: Command) -> Command:
     """The options of a search, in the order the help shows them."""
+    return planning_options_without()(command)
+
+
+def planning_options_without(*left_out: str) -> Callable[[Command], Command]:
+    """Those but for the named ones, such as 'cluster'."""
     options = [
         click.option("--cluster", default="auto", show_default=True, help="Preset, TOML file, or auto: this machine."),
         click.option("--global-batch", type=click.IntRange(min=1), help="Samples in one step over all devices."),
@@ -51,9 +57,29 @@ def planning_options(command: Command) -> Command:
         ),
         click.option("--json", "as_json", is_flag=True, help="Print only JSON on stdout."),
     ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+    names = (
+        "cluster", "global_batch", "not_batched", "sequence_length", "precision", "memory_limit", "time_limit", "seed",
+        "samplewise", "json",
+    )  # fmt: skip
+
+    def add(command: Command) -> Command:
+        for name, option in reversed(list(zip(names, options, strict=True))):
+            if name not in left_out:
+                command = option(command)
+        return command
+
+    return add
+
+
+@contextmanager
+def infeasible_as_json(as_json: bool) -> Iterator[None]:
+    """With ``as_json``, what would make a model fit goes to stdout as data, besides the message."""
+    try:
+        yield
+    except Infeasible as error:
+        if as_json:
+            click.echo(json.dumps({"error": "infeasible", "message": str(error), **error.figures}, indent=1))
+        raise
 
 
 GPUS = click.IntRange(min=1)

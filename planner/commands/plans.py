@@ -11,6 +11,7 @@ import click
 from planner.commands.common import (
     GPUS,
     example_of,
+    infeasible_as_json,
     load_model,
     load_plan,
     planning_options,
@@ -39,7 +40,8 @@ def plan(model: str, output: Path | None, as_json: bool, **options: Any) -> None
     target = output or (None if as_json else Path("plan.json"))
     if target is not None and not target.absolute().parent.is_dir():
         raise BadInput(f"cannot write {target}: there is no folder {target.parent}")
-    found = _plan(model, **options)
+    with infeasible_as_json(as_json):
+        found = _plan(model, **options)
     if as_json:
         click.echo(found.to_json(), nl=False)
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -22,7 +22,7 @@ TOLERANCE = 1e-9  # relative, between a stored figure and the same figure comput
 
 def verify_plan(plan: Plan, graph: Graph | None = None) -> None:
     """Raise InvalidPlan naming the first thing wrong with ``plan``, or that ``graph`` is not the one it is for."""
-    for law in (_structure, _layouts, _figures, _estimate, _proof):
+    for _, law in LAWS:
         for problem in law(plan):
             raise InvalidPlan(f"the plan for {plan.model} is not legal: {problem}. {REMEDY}")
     if graph is not None:
@@ -137,6 +137,16 @@ def _proof(plan: Plan) -> Iterator[str]:
     for searched in plan.searched:
         if searched.outcome not in OUTCOMES:
             yield f"configuration {searched.configuration} has the unknown outcome {searched.outcome!r}"
+
+
+# What a legal plan keeps to, in the order in which each may rely on those before.
+LAWS: tuple[tuple[str, Callable[[Plan], Iterator[str]]], ...] = (
+    ("mesh, stages and schedule", _structure),
+    ("layouts", _layouts),
+    ("figures", _figures),
+    ("estimate", _estimate),
+    ("bound", _proof),
+)
 
 
 def _same_graph(plan: Plan, graph: Graph) -> None:

@@ -93,6 +93,11 @@ def recompute_words(plan: Plan) -> str:
     return "; ".join(parts)
 
 
+def short_configuration(plan: Plan) -> str:
+    """The configuration without the words that say nothing is done: ``dp4.tp2 mb=2 zero=3``."""
+    return " ".join(word for word in plan.configuration.split() if word not in ("zero=0", "recompute=none"))
+
+
 def rank_words(mesh: Mesh, stage: int) -> str:
     first = mesh.rank(pp=stage % mesh.pp)
     last = first + mesh.dp * mesh.tp - 1

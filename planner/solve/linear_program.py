@@ -11,9 +11,10 @@ import datetime
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ortools.math_opt import model_pb2
-from ortools.math_opt.python import mathopt
+if TYPE_CHECKING:
+    from ortools.math_opt import model_pb2
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class LinearProgram:
 
     def solve(self, time_limit_s: float, relative_gap: float = 1e-9) -> Solution:
         """Raises RuntimeError when there is no solution, or none was found in time."""
+        from ortools.math_opt.python import mathopt  # here, so that what is priced without solving needs no solver
+
         parameters = mathopt.SolveParameters(
             time_limit=datetime.timedelta(seconds=time_limit_s), relative_gap_tolerance=relative_gap, random_seed=0
         )
@@ -63,6 +66,8 @@ class LinearProgram:
         return Solution(tuple(values), result.objective_value(), result.best_objective_bound())
 
     def _proto(self) -> model_pb2.ModelProto:
+        from ortools.math_opt import model_pb2
+
         proto = model_pb2.ModelProto()
         variables, rows, matrix = proto.variables, proto.linear_constraints, proto.linear_constraint_matrix
         variables.ids.extend(range(len(self.price)))
