@@ -14,7 +14,6 @@ from costmodels.hardware import Cluster, ClusterError, load_cluster
 from planner.errors import BadInput, InvalidPlan
 from planner.ir.plan import Plan
 from planner.sizes import parse_bytes
-from planner.strategies import parse_strategy
 
 Progress = Callable[..., None]
 OPTIMIZERS = ("adamw", "sgd", "sgd-momentum")
@@ -75,6 +74,8 @@ def check_request(
     if not isinstance(strategy, str):
         raise BadInput(f"strategy={strategy!r}; pass 'auto' or a text such as 'ddp' or 'pp2.dp2 mb=8'")
     if strategy != "auto":
+        from planner.strategies import parse_strategy  # here, as it brings the solver with it
+
         parse_strategy(strategy, count)
     if time_limit is not None and (
         isinstance(time_limit, bool) or not isinstance(time_limit, int | float) or not time_limit > 0
