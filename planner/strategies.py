@@ -29,8 +29,8 @@ from planner.ir.plan import SCHEDULES, Plan
 from planner.schedules import IN_ROUNDS, INTERLEAVED, ZERO_BUBBLE, check, in_equal_rounds
 from planner.segment_cost import SegmentCost
 from planner.sharding_rules import Strategy
-from planner.solve.configuration import FAST, Configuration, Evaluator
-from planner.solve.search import divisors
+from planner.solve.configuration import FAST, Evaluator
+from planner.solve.space import Configuration, divisors
 
 NAMED = ("ddp", "fsdp", "tp", "model", "gpipe", "1f1b")
 MEGATRON = "megatron"

@@ -1,11 +1,13 @@
 """The device mesh: how many devices along each axis, and who sits where.
 
-Axes, outermost first: ``pp`` (pipeline stages), ``dp`` (shards of the batch), ``tp`` (shards of single operations).
-Ranks count row by row, so the ranks of one ``tp`` group are neighbours:
+Axes: ``pp`` (pipeline stages), ``dp`` (shards of the batch), ``tp`` (shards of single operations). Their order says which
+ranks are neighbours, and so which links an axis uses: ranks fill nodes in order, and count row by row,
 
-    rank = (pp_index * dp + dp_index) * tp + tp_index
+    rank = sum of index * stride over the axes,     stride of an axis = product of the degrees of the axes behind it
 
-The text form names the axes of degree above one, ``pp2.dp2.tp2``; one device is ``single``.
+so the ranks of a group of the last axis are neighbours. The usual order is pp, dp, tp. The text form names the axes of
+degree above one in their order: ``pp2.dp2.tp2``, or ``dp2.pp2.tp2`` with the stages of a pipeline nearer to each other than
+the shards of the batch. One device is ``single``.
 """
 
 from __future__ import annotations
@@ -34,16 +36,25 @@ def in_lowest_terms(shares: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, order=True)
 class Mesh:
-    """Degrees of the three axes; each is at least 1."""
+    """Degrees of the three axes; each is at least 1.
+
+    ``order``: the axes of degree above one, outermost first; by default as in AXES.
+    """
 
     pp: int = 1
     dp: int = 1
     tp: int = 1
+    order: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for axis in AXES:
             if getattr(self, axis) < 1:
                 raise ValueError(f"mesh axis {axis} has degree {getattr(self, axis)}; it must be at least 1")
+        given = self.order or AXES
+        order = tuple(axis for axis in given if self.degree(axis) > 1)
+        if len(set(given)) != len(given) or any(self.degree(axis) > 1 and axis not in given for axis in AXES):
+            raise ValueError(f"the order of a mesh names each of its axes once, not {'.'.join(given)}")
+        object.__setattr__(self, "order", order)
 
     @property
     def size(self) -> int:
@@ -56,13 +67,14 @@ class Mesh:
 
     def stride(self, axis: str) -> int:
         """Distance in ranks between neighbours along ``axis``."""
-        return {"pp": self.dp * self.tp, "dp": self.tp, "tp": 1}[axis]
+        inner = self.order[self.order.index(axis) + 1 :] if axis in self.order else ()
+        return math.prod(self.degree(other) for other in inner)
 
     def coordinate(self, rank: int, axis: str) -> int:
         return rank // self.stride(axis) % self.degree(axis)
 
     def rank(self, pp: int = 0, dp: int = 0, tp: int = 0) -> int:
-        return (pp * self.dp + dp) * self.tp + tp
+        return pp * self.stride("pp") + dp * self.stride("dp") + tp * self.stride("tp")
 
     def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
         """The rank groups along ``axis``: together they hold every rank once."""
@@ -72,12 +84,12 @@ class Mesh:
                 yield tuple(rank + stride * i for i in range(degree))
 
     def __str__(self) -> str:
-        parts = [f"{axis}{self.degree(axis)}" for axis in AXES if self.degree(axis) > 1]
+        parts = [f"{axis}{self.degree(axis)}" for axis in self.order]
         return ".".join(parts) or "single"
 
     @staticmethod
     def parse(text: str) -> Mesh:
-        """Read ``pp2.dp2.tp2`` (any order, each axis at most once) or ``single``."""
+        """Read ``pp2.dp2.tp2`` (outermost axis first, each at most once) or ``single``."""
         if text == "single":
             return Mesh()
         degrees: dict[str, int] = {}
@@ -86,4 +98,4 @@ class Mesh:
             if match is None or match[1] in degrees:
                 raise ValueError(f"{text!r} is not a mesh; write for example dp4, pp2.dp2.tp2 or single")
             degrees[match[1]] = int(match[2])
-        return Mesh(**degrees)
+        return Mesh(**degrees, order=tuple(degrees))

@@ -1,6 +1,5 @@
 """One configuration of the space and its parts, computed once and shared.
 
-    Configuration     mesh, micro-batches, ZeRO stage, schedule, chunks
     Evaluator         graph -> split batch -> strategies on tp -> segment costs, each kept for the next configuration
     build_plan        decisions -> Plan with its estimate
 
@@ -10,6 +9,7 @@ where memory is short, those of least time when memory has a price ('lean').
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -17,6 +17,7 @@ from fractions import Fraction
 from costmodels.hardware import Cluster
 from planner.batch import BatchSplit, split_batch
 from planner.costing import Pricing, node_cost, segment_costs
+from planner.errors import BadInput
 from planner.fold import Folded, fold
 from planner.ir.graph import Graph, Node
 from planner.ir.mesh import Mesh
@@ -25,11 +26,12 @@ from planner.layouts import record, scaled, strategy_names
 from planner.schedules import held, in_flight
 from planner.segment_cost import SegmentCost, stage_estimates
 from planner.segments import cut_into_segments, segment_count, segment_kinds, segment_label, segment_nodes
-from planner.shard import shard
+from planner.shard import Sharded, shard
 from planner.sharding_rules import Strategy
 from planner.simulate import estimate_step
 from planner.solve.frontier import least_recomputation_s
 from planner.solve.letters import Keep, Letters, solve_letters, whole_letters
+from planner.solve.space import Configuration
 
 FAST, LEAN = "fast", "lean"
 # Lean strategies pay for memory as if filling a device took this many times the work of a micro-batch.
@@ -49,20 +51,6 @@ class Problem:
     seed: int = 0
 
 
-@dataclass(frozen=True)
-class Configuration:
-    mesh: Mesh
-    micro_batches: int
-    zero: int
-    schedule: str
-    chunks: int = 1
-
-    def __str__(self) -> str:
-        schedule = f" schedule={self.schedule}" if self.mesh.pp > 1 else ""
-        chunks = f" v={self.chunks}" if self.chunks > 1 else ""
-        return f"{self.mesh} mb={self.micro_batches} zero={self.zero}{schedule}{chunks}"
-
-
 class Evaluator:
     """Prices configurations of one problem; intermediate results are kept."""
 
@@ -73,9 +61,11 @@ class Evaluator:
         self.folded: Folded = fold(self.graph)
         self.segments = segment_count(self.graph)
         self._splits: dict[tuple[int, int], BatchSplit] = {}
-        self._work_s: dict[tuple[int, int], float] = {}
+        self._work: dict[tuple[int, int], tuple[tuple[float, float], ...]] = {}
         self._ideal: dict[tuple[int, int, int], tuple[SegmentCost, ...]] = {}
-        self._letters: dict[tuple[int, int, int, str], Letters] = {}
+        self._letters: dict[tuple[Mesh, int, str], Letters] = {}
+        self._local: dict[int, tuple[Letters, Sharded]] = {}
+        self._costs: dict[tuple[int, Mesh, int, int], tuple[SegmentCost, ...]] = {}
 
     def split(self, dp: int, micro_batches: int) -> BatchSplit:
         """One dp rank's micro-batch of the folded graph. Raises BadInput when the batch cannot be cut so."""
@@ -93,62 +83,117 @@ class Evaluator:
             configuration.micro_batches,
         )
 
+    def work(self, dp: int, micro_batches: int) -> tuple[tuple[float, float], ...]:
+        """Seconds of forward and backward of the operators of every segment, for one micro-batch on one device (tp = 1),
+        without dp's communication: split over n devices they take at least an n-th. Raises BadInput when the batch cannot
+        be cut so."""
+        key = self._as_micro_batches(dp, micro_batches)
+        if key not in self._work:
+            graph = self.split(*key).graph
+            pricing = Pricing(self.problem.cluster, Mesh(dp=key[0]), self.problem.optimizer)
+            sums = [[0.0, 0.0] for _ in self.folded.weights]
+            for node in graph.nodes:
+                if node.op != "convert":
+                    cost = node_cost(node, graph.values, pricing)
+                    sums[max(node.segment, 0)][0] += cost.forward_s
+                    sums[max(node.segment, 0)][1] += cost.backward_s
+            self._work[key] = tuple((sums[i][0], sums[i][1]) for i in self.folded.origin)
+        return self._work[key]
+
     def work_s(self, dp: int, micro_batches: int) -> float:
-        """Seconds of the operators of one micro-batch, forward and backward, on one device (tp = pp = 1), without dp's
-        communication: split over n devices it takes at least an n-th."""
-        key = (dp, micro_batches)
-        if key not in self._work_s:
-            graph = self.split(dp, micro_batches).graph
-            pricing = Pricing(self.problem.cluster, Mesh(dp=dp), self.problem.optimizer)
-            weights = self.folded.weights
-            self._work_s[key] = sum(
-                node_cost(node, graph.values, pricing).total_s * (weights[node.segment] if node.segment >= 0 else 1)
-                for node in graph.nodes
-                if node.op != "convert"
-            )
-        return self._work_s[key]
+        """The sum of ``work``."""
+        return sum(forward_s + backward_s for forward_s, backward_s in self.work(dp, micro_batches))
+
+    def _as_micro_batches(self, dp: int, micro_batches: int) -> tuple[int, int]:
+        """(1, dp micro_batches) where that gives pieces of the same rows, else (dp, micro_batches)."""
+        pieces = dp * micro_batches
+        if dp == 1 or self.problem.graph.batch_size % pieces:
+            return dp, micro_batches
+        try:
+            self.split(1, pieces)
+        except BadInput:
+            return dp, micro_batches
+        return 1, pieces
+
+    def least_s(self, tp: int, dp: int, micro_batches: int, steps: int = 1) -> float:
+        """Least seconds of all micro-batches on the devices of a tp group, in all stages together, under any letters.
+
+        Operators and conversions on tp, with the ranks of a group as neighbours, and what parameters cost once a step, as
+        often as ``steps`` says; nothing that travels on dp. Raises BadInput when the batch cannot be cut so.
+        """
+        if tp == 1:
+            return self.work_s(dp, micro_batches) * micro_batches
+        configuration = Configuration(Mesh(dp=dp, tp=tp), micro_batches, 0, "1f1b")
+        if steps == 1:
+            return self.letters(configuration).bound_s * micro_batches
+        graph = self.split(dp, micro_batches).graph
+        pricing = replace(self.pricing(replace(configuration, zero=3)), micro_batches=micro_batches / steps)
+        kept = self._kept_in_all_pieces(dp, micro_batches, tp, None)
+        return solve_letters(graph, pricing, self.folded.weights, kept).bound_s * micro_batches
+
+    def ideal_costs(self, configuration: Configuration) -> tuple[SegmentCost, ...]:
+        """Segment costs on a device that holds everything of a stage (tp = 1): a tp-th of them, where sizes are meant, is
+        the least any letters leave to one device."""
+        key = (configuration.mesh.dp, configuration.micro_batches, configuration.zero)
+        if key not in self._ideal:
+            ideal = replace(configuration, mesh=Mesh(dp=configuration.mesh.dp))
+            self._ideal[key] = self.costs(ideal, self.letters(ideal))
+        return self._ideal[key]
 
     def forced_recomputation_s(self, configuration: Configuration) -> float:
-        """Forward seconds (of one device, tp = 1) that any plan of the configuration runs again for lack of memory.
+        """Forward seconds (of one device, tp = 1) that any plan of the configuration runs again for lack of memory;
+        infinite where nothing makes room enough.
 
         Relaxed: weights and activations cut evenly over tp, memory of all stages pooled, and each stage holding only as
         many micro-batches as the last; then the cheapest recomputation, of fractions of segments, that makes room.
         """
-        mesh, micro_batches = configuration.mesh, configuration.micro_batches
-        key = (mesh.dp, micro_batches, configuration.zero)
-        if key not in self._ideal:
-            ideal = replace(configuration, mesh=Mesh(dp=mesh.dp))
-            self._ideal[key] = self.costs(ideal, self.letters(ideal))
-        costs = self._ideal[key]
-        fewest = in_flight(configuration.schedule, mesh.pp, micro_batches, mesh.pp - 1)
-        room = self.problem.memory_limit_bytes * mesh.pp * mesh.tp - sum(c.states_bytes for c in costs)
-        excess = fewest * sum(c.activations_bytes for c in costs) - room
+        costs, fewest = self.ideal_costs(configuration), self._fewest_in_flight(configuration)
+        excess = fewest * sum(c.activations_bytes for c in costs) - self._room_bytes(configuration)
+        if self.least_bytes(configuration) > self.problem.memory_limit_bytes:
+            return math.inf
         return least_recomputation_s(costs, fewest, excess)
+
+    def least_bytes(self, configuration: Configuration) -> float:
+        """A lower bound of the memory of the fullest device, with everything recomputed that makes room."""
+        mesh = configuration.mesh
+        costs, fewest = self.ideal_costs(configuration), self._fewest_in_flight(configuration)
+        kept = sum(c.states_bytes + fewest * min(c.activations_bytes, c.input_bytes) for c in costs)
+        return kept / (mesh.pp * mesh.tp)
+
+    def _room_bytes(self, configuration: Configuration) -> int:
+        """What all devices of the pipeline have together beside weights, gradients and optimizer state."""
+        mesh = configuration.mesh
+        states = sum(c.states_bytes for c in self.ideal_costs(configuration))
+        return self.problem.memory_limit_bytes * mesh.pp * mesh.tp - states
+
+    def _fewest_in_flight(self, configuration: Configuration) -> int:
+        pp, m, schedule = configuration.mesh.pp, configuration.micro_batches, configuration.schedule
+        return m if schedule == "gpipe" else in_flight(schedule, pp, m, pp - 1) if configuration.chunks == 1 else 1
 
     def letters(self, configuration: Configuration, variant: str = FAST, keep: Keep | None = None) -> Letters:
         """Strategies on tp; ``keep`` restricts them under the name ``variant``."""
         mesh = configuration.mesh
-        key = (mesh.dp, configuration.micro_batches, mesh.tp, variant)
+        if mesh.stride("tp") == 1:
+            mesh = Mesh(dp=mesh.dp, tp=mesh.tp)
+        key = (mesh, configuration.micro_batches, variant)
         if key not in self._letters:
             graph = self.split(mesh.dp, configuration.micro_batches).graph
             if mesh.tp == 1:
                 self._letters[key] = whole_letters(graph)
             else:
                 price = self._lean_price_us(configuration) if variant == LEAN else 0.0
-                pricing = replace(self.pricing(configuration), zero=0)
-                kept = self._kept_in_all_pieces(configuration, keep)
+                pricing = self.pricing(replace(configuration, mesh=mesh, zero=3))
+                kept = self._kept_in_all_pieces(mesh.dp, configuration.micro_batches, mesh.tp, keep)
                 self._letters[key] = solve_letters(graph, pricing, self.folded.weights, kept, price)
         return self._letters[key]
 
-    def _kept_in_all_pieces(self, configuration: Configuration, keep: Keep | None) -> Keep | None:
-        """``keep``, or the evaluator's own, without the strategies that smaller pieces of an unevenly cut batch do not have."""
+    def _kept_in_all_pieces(self, dp: int, micro_batches: int, tp: int, keep: Keep | None) -> Keep | None:
+        """``keep``, or the evaluator's own, without what smaller pieces of an unevenly cut batch do not have."""
         keep = keep or self.keep
-        first, *others = self.split(configuration.mesh.dp, configuration.micro_batches).pieces
+        first, *others = self.split(dp, micro_batches).pieces
         if not others:
             return keep
-        offered = [
-            (strategy_names(piece.graph, configuration.mesh.tp), Fraction(piece.rows, first.rows)) for piece in others
-        ]
+        offered = [(strategy_names(piece.graph, tp), Fraction(piece.rows, first.rows)) for piece in others]
 
         def kept(node: Node, strategy: Strategy) -> bool:
             everywhere = all(
@@ -165,10 +210,20 @@ class Evaluator:
 
     def costs(self, configuration: Configuration, letters: Letters) -> tuple[SegmentCost, ...]:
         """The cost of every segment of the whole chain."""
-        graph = self.split(configuration.mesh.dp, configuration.micro_batches).graph
-        local = shard(graph, "tp", configuration.mesh.tp, letters.strategies, letters.leaves)
-        costs = segment_costs(local.graph, self.pricing(configuration), local.pairs, letters.partial_leaves)
-        return tuple(costs[i] for i in self.folded.origin)
+        key = (id(letters), configuration.mesh, configuration.micro_batches, configuration.zero)
+        if key not in self._costs:
+            local = self._sharded(configuration, letters)
+            costs = segment_costs(local.graph, self.pricing(configuration), local.pairs, letters.partial_leaves)
+            self._costs[key] = tuple(costs[i] for i in self.folded.origin)
+        return self._costs[key]
+
+    def _sharded(self, configuration: Configuration, letters: Letters) -> Sharded:
+        """One device's graph under ``letters``, which are kept so that no others get their id."""
+        if id(letters) not in self._local:
+            graph = self.split(configuration.mesh.dp, configuration.micro_batches).graph
+            local = shard(graph, "tp", configuration.mesh.tp, letters.strategies, letters.leaves)
+            self._local[id(letters)] = letters, local
+        return self._local[id(letters)][1]
 
     def build_plan(
         self,

@@ -46,15 +46,13 @@ Keep = Callable[[Node, Strategy], bool]
 class Letters:
     """The solution. ``strategies`` by node name, ``leaves`` by leaf name; ``objective_s``: seconds of one micro-batch.
 
-    ``bound_s``: proven lower bound of the objective. ``work_bound_s``: of the operators and conversions alone, without what
-    parameters cost once a step, under any strategies.
+    ``bound_s``: proven lower bound of the objective, under any strategies.
     """
 
     strategies: Mapping[str, Strategy]
     leaves: Mapping[str, Pair]
     objective_s: float
     bound_s: float
-    work_bound_s: float = 0.0
 
     @property
     def partial_leaves(self) -> frozenset[str]:
@@ -105,14 +103,19 @@ class _Choice:
 
 class _Program:
     def __init__(
-        self, graph: Graph, pricing: Pricing, weights: Sequence[int] | None, keep: Keep | None, us_per_byte: float
+        self,
+        graph: Graph,
+        pricing: Pricing,
+        weights: Sequence[int] | None,
+        keep: Keep | None,
+        us_per_byte: float,
     ) -> None:
         self.graph, self.pricing = graph, pricing
         self.weights = weights
         self.us_per_byte = us_per_byte + TIE_US_PER_BYTE
+        self.ties_us = 0.0  # the most that ties add to the objective
         self.k = pricing.mesh.degree("tp")
         self.program = LinearProgram()
-        self.besides_work_us = 0.0  # the most of the objective that is not work
         self.conversions_us: dict[tuple[int, Pair, Pair], float] = {}
         self.classes: dict[str, Hashable] = dict(node_classes(graph))
         self.representative: dict[Hashable, Node] = {}
@@ -148,7 +151,7 @@ class _Program:
                 found = tuple(s for s in found if keep(node, s)) or found
             costs = [operator_cost_us(node, s, self.graph, self.pricing, self.us_per_byte) for s in found]
             held = sum(value.size_bytes for value in node.outputs) if node.output.differentiable else 0
-            self.besides_work_us += self.count[key] * self.us_per_byte * held
+            self.ties_us += self.count[key] * TIE_US_PER_BYTE * held
             self._one_strategy(key, found, costs, self.count[key])
 
     def _one_strategy(self, key: Hashable, found: tuple[Strategy, ...], costs: list[float], count: int) -> None:
@@ -180,7 +183,7 @@ class _Program:
             options = tuple(Strategy(str(pair), (), (pair,)) for pair in pairs)
             count = sum(self._leaf_weight(x) for x in leaves)
             costs = [self._leaf_cost_us(leaf, pair) for pair in pairs]
-            self.besides_work_us += count * max(costs)
+            self.ties_us += count * TIE_US_PER_BYTE * STATES_A_WEIGHT * leaf.value.size_bytes
             self._one_strategy(key, options, costs, count)
 
     def _leaf_weight(self, leaf: Leaf) -> int:
@@ -301,8 +304,7 @@ class _Program:
             {node.name: picked[self.classes[node.name]] for node in self.graph.nodes},
             {leaf.name: picked[self.classes[leaf.name]].outputs[0] for leaf in self.graph.leaves},
             solution.objective / MICROSECONDS_PER_S,
-            solution.bound / MICROSECONDS_PER_S,
-            max(0.0, solution.bound - self.besides_work_us) / MICROSECONDS_PER_S,
+            max(0.0, solution.bound - self.ties_us) / MICROSECONDS_PER_S,
         )
 
     def _loss(self) -> None:
@@ -379,7 +381,8 @@ def parameter_step_s(local: Value, leaf: Leaf, pair: Pair, pricing: Pricing) -> 
         return 0.0
     mesh, cluster = pricing.mesh, pricing.cluster
     size = local.size_bytes
-    total = optimizer_step_s(size, pricing.optimizer, cluster.device) - cluster.device.kernel_launch_s
+    updated = size if pricing.zero == 0 else size / mesh.dp
+    total = optimizer_step_s(updated, pricing.optimizer, cluster.device) - cluster.device.kernel_launch_s
     if pair == REPLICATED and mesh.tp > 1:
         total += collective_time_s("all_reduce", size, mesh.tp, mesh.stride("tp"), cluster)
     if mesh.dp > 1:

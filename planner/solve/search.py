@@ -1,49 +1,86 @@
-"""The search over configurations: best first, pruned by lower bounds, proven over the whole space.
+"""The search: branch and bound over the space, best bound first, proven over all of it.
 
-The space: every mesh (pp, dp, tp) of all devices; every number of micro-batches that divides a dp rank's batch; GPipe and
-1F1B; ZeRO stage 0 and 3; for each, the strategies of every operator (letters.py), the split of the chain into stages and the
-segments to recompute (stages.py).
+The space (space.py) is a tree: the degree of tp, then degrees and micro-batches, then order of axes, ZeRO stage and schedule.
+What is left below, letters, stages and recomputation, is solved for. A lower bound of a part of the space:
 
-    bound(configuration)      work / (dp tp) on pp stages, no communication, nothing per step:
+    region tp, dp      T >= min (W(all rows) + dp S) / (dp pp)              or that of a smaller dp
+                       or the least of its shapes
+    shape              T >= schedule_bound_s, the least of all schedules, with  min (m W(rows) + S)      rows = batch / (dp m)
+    configuration      the same, with the forward passes that must be run again because not even an ideal sharding of the
+                       activations fits (Evaluator.forced_recomputation_s)
 
-        t = work of one micro-batch / tp        T >= t / (1 - (1 - 1/m)^pp)
+W is the time of the operators and conversions of so many rows on the devices of a tp group, all stages together, S what their
+parameters cost once a step; the minimum is over all letters (letters.py), with tp on the best links and nothing that travels
+on dp or between stages. A step takes as long as its slowest stage, so no less than the mean. W is subadditive, as the price of
+every operator and collective is: n runs of rows/n cost no less than one run of them all, so the bound of a region is one. It
+grows with dp, in the minimum as S weighs more.
 
-    and t includes the forward passes that must be run again because not even an ideal sharding of the activations fits
-    (Evaluator.forced_recomputation_s). For pp = 1 this is m t. In general prefix_j + m t_j <= T for each stage j
-    (planner.simulate.lower_bound_s), and then the times t_j sum to no more than T (1 - (1 - 1/m)^pp).
+    pipeline_bound_s   t = time of one micro-batch      T >= a t / (1 - (1 - a/m)^pp)            gpipe and 1f1b: a = 1
 
-Pure data parallelism needs no solver and gives a first plan. The other configurations are taken by their bound: first a
-cheap one (the work of the whole batch on all devices), then this, then the plan itself; the search ends when the smallest
-bound left is no better than the best plan. A pruned configuration keeps the bound that pruned it.
+For pp = 1 this is m t. In general a prefix_j + m t_j <= T for each stage j (planner.simulate.lower_bound_s), and then the times
+t_j sum to no more than T (1 - (1 - a/m)^pp) / a. Under zero-bubble a stage waits for the forward of those above alone: a is its
+least share.
+
+    schedule_bound_s   also T >= (m W + S + sum_r p_r) / pp
+
+where rank r waits for p_r before its first forward: the forward of the stages above, at least r segments, or r q where every
+rank has several stages of at least q segments each; then for their backward as well, but S.
+
+The part of smallest bound is taken: its bound made sharper, or it is split, or, a configuration, solved. The search ends when
+the smallest bound left is no better than the best plan. What is pruned keeps the bound that pruned it; a coarse part that was
+never split stands in the record for all it contains.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from planner.errors import BadInput, Infeasible, OutOfTime, Shortage
 from planner.ir.mesh import Mesh
 from planner.ir.plan import Plan, Searched
+from planner.schedules import ZERO_BUBBLE
 from planner.sizes import format_bytes
-from planner.solve.configuration import FAST, LEAN, Configuration, Evaluator, Problem
-from planner.solve.stages import StageChoice, StageInfeasible, choose_stages
+from planner.solve.configuration import FAST, LEAN, Evaluator, Problem
+from planner.solve.space import Configuration, Part, Region, Shape, Space, divisors, micro_batch_counts, schedules
+from planner.solve.stages import StageChoice, choose_stages, least_missing
 
 Progress = Callable[..., None]
+Work = Sequence[tuple[float, float]]
 Within = Callable[[Configuration], bool]
 # Two objectives closer than this are equal.
 RELATIVE_TOLERANCE = 1e-9
+TOO_LARGE = "does not fit the memory"
+# Configurations picked by hand are tried where the best plan takes so many times the work of all devices.
+USUAL_FROM = 1.05
 
 
 @dataclass(order=True)
 class _Entry:
+    """A part of the space and a lower bound of it; of equal bounds the finer part comes first.
+
+    ``sharpness``: how often the bound was made sharper, _sharpest at most.
+    """
+
     bound_s: float
-    order: int
-    configuration: Configuration = field(compare=False)
-    refined: bool = field(compare=False, default=False)
+    depth: int
+    number: int
+    part: Part = field(compare=False)
+    sharpness: int = field(compare=False, default=0)
+
+
+def _sharpest(part: Part) -> int:
+    return 2 if isinstance(part, Configuration) and part.mesh.tp > 1 else 1
+
+
+def _depth(part: Part) -> int:
+    if isinstance(part, Region):
+        return 2 if part.dp else 3
+    return 1 if isinstance(part, Shape) else 0
 
 
 @dataclass(frozen=True)
@@ -53,185 +90,260 @@ class _Found:
     choice: StageChoice
 
 
-def divisors(n: int) -> tuple[int, ...]:
-    return tuple(d for d in range(1, n + 1) if n % d == 0)
+def pipeline_bound_s(micro_batch_s: float, pp: int, micro_batches: int, share: float = 1.0) -> float:
+    """Least step time of pp stages whose times for one micro-batch sum to ``micro_batch_s``.
 
-
-def configurations(gpus: int, batch: int, segments: int) -> Iterator[Configuration]:
-    """Every configuration of the space, in a fixed order."""
-    for pp in divisors(gpus):
-        if pp > segments:
-            continue
-        for dp in divisors(gpus // pp):
-            if batch < dp:
-                continue
-            mesh = Mesh(pp, dp, gpus // pp // dp)
-            for micro_batches in micro_batch_counts(batch, dp):
-                # One stage runs each micro-batch forward and backward before the next: 1f1b with one in flight.
-                schedules = ["1f1b"] if pp == 1 else ["1f1b", "gpipe"] if micro_batches >= pp else ["gpipe"]
-                for schedule in schedules:
-                    for zero in (0, 3) if dp > 1 else (0,):
-                        yield Configuration(mesh, micro_batches, zero, schedule)
-
-
-def micro_batch_counts(batch: int, dp: int) -> tuple[int, ...]:
-    """Numbers of micro-batches worth trying: those that divide a rank's rows; powers of two where there are none."""
-    rows = batch // dp
-    powers = tuple(2**i for i in range(rows.bit_length()))
-    if batch % dp:
-        return powers
-    even = divisors(rows)
-    return even if len(even) > 2 or rows < 4 else tuple(sorted({*even, *powers}))
-
-
-def pipeline_bound_s(micro_batch_s: float, pp: int, micro_batches: int) -> float:
-    """Least step time of pp stages whose times for one micro-batch sum to ``micro_batch_s``."""
+    ``share``: of the time of the stages above, what a stage waits for at least.
+    """
     if pp == 1:
         return micro_batches * micro_batch_s
-    return micro_batch_s / (1.0 - (1.0 - 1.0 / micro_batches) ** pp)
+    return share * micro_batch_s / (1.0 - (1.0 - share / micro_batches) ** pp)
+
+
+def schedule_bound_s(
+    work: Sequence[tuple[float, float]], least_s: float, pp: int, micro_batches: int, schedule: str, chunks: int
+) -> float:
+    """Least step time of a schedule, whatever the stages. ``work``: forward and backward seconds of every segment, for one
+    micro-batch; ``least_s``: all that all stages together do in a step, at least."""
+    total_s = sum(forward_s + backward_s for forward_s, backward_s in work)
+    least = len(work) // (pp * chunks) if chunks > 1 else 1
+    forward_s = [f for f, _ in work[: (pp - 1) * least]]
+    late_s = (max(least_s, micro_batches * total_s) + fill_s(forward_s, pp, least)) / pp
+    if schedule == ZERO_BUBBLE and chunks == 1:
+        share = min((f / (f + b) for f, b in work if f + b > 0), default=0.0)
+        return max(late_s, pipeline_bound_s(total_s, pp, micro_batches, share) if share else 0.0)
+    if schedule == ZERO_BUBBLE:
+        return late_s
+    if chunks == 1:
+        return max(late_s, pipeline_bound_s(total_s, pp, micro_batches))
+    both_s = [f + b for f, b in work[: (pp - 1) * least]]
+    return max(late_s, (micro_batches * total_s + fill_s(both_s, pp, least)) / pp)
+
+
+def fill_s(segments_s: Sequence[float], pp: int, least: int) -> float:
+    """What all ranks wait for together, where rank r waits for the first r ``least`` segments."""
+    return sum(sum(segments_s[: rank * least]) for rank in range(pp))
+
+
+def usual(space: Space, limit_bytes: int, evaluator: Evaluator) -> Iterator[Configuration]:
+    """One configuration for each power of two of tp in a node: the fewest stages whose weights, gradients and optimizer
+    state take at most half the memory, and one row a micro-batch."""
+    gpus = space.cluster.gpus
+    states = sum(c.states_bytes for c in evaluator.ideal_costs(Configuration(Mesh(), 1, 0, "1f1b")))
+    tp = 1
+    while tp <= min(gpus, space.cluster.gpus_per_node):
+        fitting = (pp for pp in divisors(gpus // tp) if 2 * states <= pp * tp * limit_bytes or pp == gpus // tp)
+        pp = next(fitting, 0) if gpus % tp == 0 else 0
+        dp = gpus // tp // pp if pp else 0
+        if dp and dp <= space.batch and pp <= space.segments:
+            m = max(micro_batch_counts(space.batch, dp))
+            kinds = [kind for kind in schedules(pp, m, space.segments) if kind[0] == "1f1b"]
+            for schedule, chunks in kinds:
+                yield Configuration(Mesh(pp, dp, tp), m, 0, schedule, chunks)
+        tp *= 2
 
 
 class _Search:
     def __init__(
         self, evaluator: Evaluator, deadline: float | None, progress: Progress | None, within: Within | None
     ) -> None:
-        self.evaluator = evaluator
-        self.problem, self.deadline, self.progress, self.within = evaluator.problem, deadline, progress, within
+        self.evaluator, self.problem = evaluator, evaluator.problem
+        self.space = Space(self.problem.cluster, self.problem.graph.batch_size, evaluator.segments)
+        self.deadline, self.progress, self.within = deadline, progress, within
         self.best: _Found | None = None
         self.searched: list[Searched] = []
-        self.refused: dict[tuple[int, int], str] = {}
-        self.least_missing: tuple[int, Configuration, int] | None = None
+        self.refused: dict[Shape, str] = {}
+        self.too_large: list[Configuration] = []
+        self.heap: list[_Entry] = []
+        # (tp, 0) -> times by dp of regions; (tp, dp) -> times by micro-batches of shapes
+        self.least_s: dict[tuple[int, int], dict[int, float]] = {}
+        self.numbers = itertools.count()
+        self.interrupted = self.done = False
 
     @property
     def best_s(self) -> float:
         return self.best.choice.estimate.step_time_s if self.best else math.inf
 
+    def cannot_win(self, bound_s: float) -> bool:
+        return bound_s >= self.best_s * (1 - RELATIVE_TOLERANCE)
+
     def run(self) -> Plan:
-        gpus = self.problem.cluster.gpus
-        space = configurations(gpus, self.problem.graph.batch_size, self.evaluator.segments)
-        everything = [c for c in space if self.within is None or self.within(c)]
-        cheap = self._cheap_bound_s()
-        entries = [_Entry(cheap, i, c) for i, c in enumerate(everything)]
-        heap = self._easy_first(entries)
-        total, interrupted = len(entries), False
-        while heap:
-            entry = heapq.heappop(heap)
-            if entry.bound_s >= self.best_s * (1 - RELATIVE_TOLERANCE):
-                self._record_rest([entry, *heap], "pruned")
-                break
-            if self._out_of_time() or interrupted:
-                self._record_rest([entry, *heap], "open")
-                break
-            try:
-                again = self._take(entry)
-            except KeyboardInterrupt:
-                if self.best is None:
-                    raise
-                interrupted = True
-                heapq.heappush(heap, entry)
-                continue
-            if again is not None:
-                heapq.heappush(heap, again)
-            if self.progress is not None:
-                self.progress("searching", total - len(heap), total)
+        """Pure data parallelism first, which needs no program and gives a plan to beat; then everything else."""
+        pure = Region(1, self.problem.cluster.gpus)
+        self._push([pure], self._cheapest_s())
+        self._explore(pure)
+        self._try_usual()
+        self._push(self.space.regions(), self._cheapest_s())
+        self._explore(pure)
         return self._result()
 
-    def _easy_first(self, entries: list[_Entry]) -> list[_Entry]:
-        """Solve what needs no solver, pure data parallelism, for a first best plan; the heap of all others."""
-        easy: list[_Entry] = []
-        others: list[_Entry] = []
-        for entry in entries:
-            mesh = entry.configuration.mesh
-            refined = self._take(entry) if mesh.pp == mesh.tp == 1 else entry
-            if refined is not None:
-                (easy if refined.refined else others).append(refined)
-        for entry in sorted(easy):
-            if entry.bound_s < self.best_s * (1 - RELATIVE_TOLERANCE) and not self._out_of_time():
-                self._take(entry)
-            else:
-                others.append(entry)
-        heapq.heapify(others)
-        return others
+    def _try_usual(self) -> None:
+        """Solve a few configurations as they are picked by hand, for a better plan to beat: tp inside a node, the fewest
+        stages that hold the states, one row a micro-batch. Not recorded: the search comes upon them again."""
+        if self.best_s <= USUAL_FROM * self._cheapest_s():
+            return
+        for configuration in usual(self.space, self.problem.memory_limit_bytes, self.evaluator):
+            if self._out_of_time() or (self.within is not None and not self.within(configuration)):
+                continue
+            before = len(self.searched), len(self.too_large)
+            self._try(_Entry(0.0, 0, 0, configuration, _sharpest(configuration)))
+            del self.searched[before[0] :], self.too_large[before[1] :]
+            self.heap.clear()
+
+    def _explore(self, done: Region) -> None:
+        """Take the parts in the heap until none can win. ``done``: a region not to be taken again."""
+        while self.heap:
+            entry = heapq.heappop(self.heap)
+            if self.cannot_win(entry.bound_s):
+                self._record_rest(entry, "pruned")
+            elif self.interrupted or self._out_of_time():
+                self._record_rest(entry, "open")
+            elif entry.part != done or not self.done:
+                self._try(entry)
+            if self.progress is not None:
+                finished = len(self.searched)
+                self.progress("searching", finished, finished + len(self.heap))
+        self.done = True
+
+    def _try(self, entry: _Entry) -> None:
+        try:
+            self._take(entry)
+        except KeyboardInterrupt:
+            if self.best is None:
+                raise
+            self.interrupted = True
+            heapq.heappush(self.heap, entry)
+
+    def _push(self, parts: Iterable[Part], bound_s: float) -> None:
+        for part in parts:
+            if not isinstance(part, Configuration) or self.within is None or self.within(part):
+                heapq.heappush(self.heap, _Entry(bound_s, _depth(part), next(self.numbers), part))
 
     def _out_of_time(self) -> bool:
         return self.deadline is not None and time.monotonic() > self.deadline
 
-    def _cheap_bound_s(self) -> float:
-        """The work of the whole batch, spread evenly over all devices."""
-        try:
-            return self.evaluator.work_s(1, 1) / self.problem.cluster.gpus
-        except BadInput:
-            return 0.0
+    # --- bounds -------------------------------------------------------------------------------------------------------
 
-    def _take(self, entry: _Entry) -> _Entry | None:
-        """Refine the entry's bound, or solve it."""
-        configuration = entry.configuration
-        mesh, key = configuration.mesh, (configuration.mesh.dp, configuration.micro_batches)
-        if key in self.refused:
-            self._record(configuration, entry.bound_s, "infeasible", reason=self.refused[key])
-            return None
-        if not entry.refined:
-            try:
-                work = self.evaluator.work_s(*key)
-            except BadInput as error:
-                self.refused[key] = str(error)
-                self._record(configuration, entry.bound_s, "infeasible", reason=str(error))
-                return None
-            again = self.evaluator.forced_recomputation_s(configuration)
-            bound = pipeline_bound_s((work + again) / mesh.tp, mesh.pp, configuration.micro_batches)
-            return _Entry(max(bound, entry.bound_s), entry.order, configuration, True)
-        self._solve(configuration, entry.bound_s)
-        return None
+    def _cheapest_s(self) -> float:
+        """The work of the whole batch, spread evenly over all devices."""
+        return self.evaluator.work_s(1, 1) / self.problem.cluster.gpus
+
+    def _take(self, entry: _Entry) -> None:
+        """Make the bound of a part sharper, or split it, or solve it."""
+        part = entry.part
+        try:
+            if entry.sharpness < _sharpest(part):
+                bound_s = max(self._bound_s(part, entry.sharpness), entry.bound_s)
+                if math.isinf(bound_s):
+                    self._record_too_large(part, entry.bound_s)
+                else:
+                    heapq.heappush(self.heap, replace(entry, bound_s=bound_s, sharpness=entry.sharpness + 1))
+            elif isinstance(part, Region):
+                parts = self.space.shapes(part) if part.dp else self.space.narrower(part)
+                self._push(parts, entry.bound_s)
+            elif isinstance(part, Shape):
+                self._push(self.space.configurations(part), entry.bound_s)
+            else:
+                self._solve(part, entry.bound_s)
+        except BadInput as error:
+            self._record(part, entry.bound_s, "infeasible", reason=str(error))
+
+    def _bound_s(self, part: Part, sharpness: int) -> float:
+        """A lower bound of a part of the space. Raises BadInput where the batch cannot be cut so.
+
+        The first of a configuration is from what is known; the second solves its program.
+        """
+        if isinstance(part, Region):
+            return self._region_bound_s(part)
+        mesh, m = part.mesh, part.micro_batches
+        work = self.evaluator.work(mesh.dp, m)
+        solved = self.least_s.setdefault((mesh.tp, mesh.dp), {})
+        if sharpness and m not in solved:
+            solved[m] = self.evaluator.least_s(mesh.tp, mesh.dp, m)
+        known = max((least_s for fewer, least_s in solved.items() if m % fewer == 0), default=0.0)
+        if isinstance(part, Shape):
+            return self._shape_bound_s(part, work, known)
+        return self._configuration_bound_s(part, work, known)
+
+    def _region_bound_s(self, region: Region) -> float:
+        """From its shapes, or the nearest smaller dp whose program is solved, where that is enough; else by its own."""
+        if not region.dp:
+            regions = tuple(self.space.narrower(region))
+            return self._region_bound_s(regions[0]) if regions else math.inf
+        share = region.tp / self.problem.cluster.gpus
+        filled_s = min((self._bound_of_work_s(shape) for shape in self.space.shapes(region)), default=math.inf)
+        if math.isinf(filled_s):
+            return 0.0  # no shape is possible; each will say why
+        if self.cannot_win(filled_s):
+            return filled_s
+        solved = self.least_s.setdefault((region.tp, 0), {})
+        known = max((least_s for dp, least_s in solved.items() if dp <= region.dp), default=0.0) * share
+        if not self.cannot_win(known) and region.dp not in solved:
+            solved[region.dp] = self.evaluator.least_s(region.tp, 1, 1, region.dp)
+            known = solved[region.dp] * share
+        return max(known, filled_s)
+
+    def _bound_of_work_s(self, shape: Shape) -> float:
+        """The bound of a shape without its program; infinite where the batch cannot be cut so."""
+        try:
+            return self._shape_bound_s(shape, self.evaluator.work(shape.mesh.dp, shape.micro_batches), 0.0)
+        except BadInput:
+            return math.inf
+
+    def _shape_bound_s(self, shape: Shape, work: Work, least_s: float) -> float:
+        """The least bound of any schedule."""
+        mesh, m = shape.mesh, shape.micro_batches
+        own = tuple((f / mesh.tp, b / mesh.tp) for f, b in work)
+        kinds = schedules(mesh.pp, m, self.evaluator.segments)
+        return min((schedule_bound_s(own, least_s, mesh.pp, m, *kind) for kind in kinds), default=math.inf)
+
+    def _configuration_bound_s(self, part: Configuration, work: Work, least_s: float) -> float:
+        """That of its schedule, with what must be computed again."""
+        mesh, m = part.mesh, part.micro_batches
+        again_s = self.evaluator.forced_recomputation_s(part) / mesh.tp
+        if math.isinf(again_s) or (again_s and part.schedule == ZERO_BUBBLE):
+            return math.inf
+        own = tuple((f / mesh.tp, b / mesh.tp) for f, b in work)
+        bound_s = schedule_bound_s(own, least_s, mesh.pp, m, part.schedule, part.chunks)
+        again_bound_s = (m * again_s + m * sum(f + b for f, b in own)) / mesh.pp
+        if part.chunks == 1:
+            again_bound_s = pipeline_bound_s(sum(f + b for f, b in own) + again_s, mesh.pp, m)
+        return max(bound_s, again_bound_s) if again_s else bound_s
+
+    # --- solving ------------------------------------------------------------------------------------------------------
 
     def _solve(self, configuration: Configuration, bound_s: float) -> None:
+        """Solve for stages and recomputation under the fast letters, and under lean ones where memory is short."""
         found: list[_Found] = []
-        proven = too_slow = math.inf
-        infeasible: StageInfeasible | None = None
+        proven = math.inf
         for variant in (FAST, LEAN):
-            if variant == LEAN:
-                if configuration.mesh.tp == 1:
-                    continue
-                work = self.evaluator.letters(configuration, FAST).work_bound_s
-                least = pipeline_bound_s(work, configuration.mesh.pp, configuration.micro_batches)
-                if least >= self.best_s * (1 - RELATIVE_TOLERANCE):
-                    too_slow = min(too_slow, least)
-                    continue
-            costs = self.evaluator.costs(configuration, self.evaluator.letters(configuration, variant))
-            work = sum(c.forward_s + c.backward_s for c in costs)
-            least = pipeline_bound_s(work, configuration.mesh.pp, configuration.micro_batches)
-            if least >= self.best_s * (1 - RELATIVE_TOLERANCE):
-                too_slow = min(too_slow, least)
-                continue
+            letters = self.evaluator.letters(configuration, variant)
             choice = choose_stages(
-                costs,
+                self.evaluator.costs(configuration, letters),
                 configuration.mesh.pp,
                 configuration.micro_batches,
                 configuration.schedule,
                 self.problem.memory_limit_bytes,
+                chunks=configuration.chunks,
                 upper_bound_s=self.best_s,
                 deadline=self.deadline,
                 seed=self.problem.seed,
             )
-            if isinstance(choice, StageInfeasible):
-                infeasible = (
-                    choice if infeasible is None or choice.missing_bytes < infeasible.missing_bytes else infeasible
-                )
-                continue
-            found.append(_Found(configuration, variant, choice))
+            if isinstance(choice, StageChoice):
+                found.append(_Found(configuration, variant, choice))
             proven = min(proven, choice.bound_s)
-        if not found and math.isfinite(too_slow):
-            self._record(configuration, max(bound_s, too_slow), "pruned")
+            if configuration.mesh.tp == 1 or (isinstance(choice, StageChoice) and not choice.memory_binds):
+                break
+        if configuration.mesh.tp == 1:
+            bound_s = max(bound_s, proven)
+        if not found and math.isinf(proven):
+            self._record_too_large(configuration, bound_s)
             return
         if not found:
-            assert infeasible is not None
-            missing = (infeasible.missing_bytes, configuration, infeasible.stage)
-            if self.least_missing is None or missing[0] < self.least_missing[0]:
-                self.least_missing = missing
-            reason = f"{format_bytes(infeasible.missing_bytes)} too much on stage {infeasible.stage}"
-            self._record(configuration, bound_s, "infeasible", reason=reason)
+            self._record(configuration, bound_s, "pruned" if self.cannot_win(bound_s) else "open")
             return
         best = min(found, key=lambda f: f.choice.estimate.step_time_s)
-        self._record(configuration, max(bound_s, min(proven, too_slow)), "solved", best.choice.estimate.step_time_s)
+        self._record(configuration, bound_s, "solved", best.choice.estimate.step_time_s)
         if best.choice.estimate.step_time_s < self.best_s * (1 - RELATIVE_TOLERANCE):
             self.best = best
 
@@ -239,17 +351,23 @@ class _Search:
 
     def _record(
         self,
-        configuration: Configuration,
+        part: Part,
         bound_s: float,
         outcome: str,
         objective_s: float | None = None,
         reason: str = "",
     ) -> None:
-        self.searched.append(Searched(str(configuration), bound_s, outcome, objective_s, reason))
+        self.searched.append(Searched(str(part), bound_s, outcome, objective_s, reason))
 
-    def _record_rest(self, entries: list[_Entry], outcome: str) -> None:
-        for entry in sorted(entries):
-            self._record(entry.configuration, entry.bound_s, outcome)
+    def _record_too_large(self, part: Part, bound_s: float) -> None:
+        if isinstance(part, Configuration):
+            self.too_large.append(part)
+        self._record(part, bound_s, "infeasible", reason=TOO_LARGE)
+
+    def _record_rest(self, entry: _Entry, outcome: str) -> None:
+        for left in sorted([entry, *self.heap]):
+            self._record(left.part, left.bound_s, outcome)
+        self.heap.clear()
 
     def _result(self) -> Plan:
         if self.best is None:
@@ -264,6 +382,8 @@ class _Search:
             if item.configuration == str(best.configuration) and item.outcome == "solved":
                 item = replace(item, outcome="best")
             searched.append(item)
+        if not any(item.outcome == "best" for item in searched):
+            searched.append(Searched(str(best.configuration), self.best_s, "best", self.best_s))
         open_bounds = [s.bound_s for s in searched if s.outcome in ("open", "pruned", "solved", "best")]
         bound_s = min([*open_bounds, self.best_s])
         order = {"best": 0, "solved": 1, "open": 2, "pruned": 3, "infeasible": 4}
@@ -280,13 +400,13 @@ class _Search:
 
     def _infeasible(self) -> Infeasible:
         gpus = self.problem.cluster.gpus
-        if self.least_missing is None:
+        if not self.too_large:
             reasons = sorted({s.reason for s in self.searched})
             return Infeasible(
                 f"no plan exists on {gpus} devices: "
                 + ("; ".join(reasons[:3]) or "the batch or model cannot be split so")
             )
-        missing, configuration, stage = self.least_missing
+        missing, configuration, stage = self._least_missing()
         limit = self.problem.memory_limit_bytes
         where = f"stage {stage} of " if configuration.mesh.pp > 1 else ""
         return Infeasible(
@@ -295,6 +415,27 @@ class _Search:
             f"recomputation where it helps, is {format_bytes(missing)} over on its fullest device",
             Shortage(missing, str(configuration), stage, limit),
         )
+
+    def _least_missing(self) -> tuple[int, Configuration, int]:
+        """The least memory that is missing, in which configuration, on which stage."""
+        found: tuple[int, Configuration, int] | None = None
+        least = sorted((self.evaluator.least_bytes(c), i, c) for i, c in enumerate(self.too_large))
+        for bytes_, _, configuration in least:
+            if found is not None and bytes_ - self.problem.memory_limit_bytes >= found[0]:
+                break
+            for variant in (FAST, LEAN) if configuration.mesh.tp > 1 else (FAST,):
+                costs = self.evaluator.costs(configuration, self.evaluator.letters(configuration, variant))
+                missing = least_missing(
+                    costs,
+                    configuration.mesh.pp,
+                    configuration.micro_batches,
+                    configuration.schedule,
+                    self.problem.memory_limit_bytes,
+                )
+                if found is None or missing.missing_bytes < found[0]:
+                    found = (missing.missing_bytes, configuration, missing.stage)
+        assert found is not None
+        return found
 
 
 def search(

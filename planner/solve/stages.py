@@ -14,8 +14,14 @@ longest path, and any path is a lower bound for any split (planner.paths.critica
 There are too many paths to list. The program starts with the likely ones (fill_and_drain_paths) and solves; the split it
 finds is simulated and its critical path added; and again, until the program's T is no less than the best simulated time,
 which is then proven. The search starts from an even split, improved by single moves of its cuts, which already rules out
-most intervals. Times are integers, a
-2^36th of the time of that split, rounded down.
+most intervals (intervals.py). Times are integers, a 2^36th of the time of that split, rounded down.
+
+With several stages a rank their memory is shared, so which recomputation is best is no matter of one stage: each that may be
+worth it is an interval of its own, and
+
+    limit_memory      states + temporary + sum over a rank's stages of (micro-batches held) (bytes kept) <= limit
+
+for each vector of micro-batches held at once (planner.schedules.held). Such stages hold even numbers of segments.
 
 Where the frontier is not exact, B is taken with the least extra time instead of the one found, and T remains a bound.
 """
@@ -27,15 +33,16 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from ortools.sat.python import cp_model
 
 from planner.ir.plan import Estimate
 from planner.paths import Path, critical_path, fill_and_drain_paths
-from planner.schedules import in_flight
-from planner.segment_cost import SegmentCost, stage_estimate
-from planner.simulate import StageTimes, estimate_step
-from planner.solve.frontier import Frontier, Label
+from planner.schedules import ZERO_BUBBLE, held
+from planner.segment_cost import SegmentCost, stage_estimates
+from planner.simulate import estimate_step
+from planner.solve.intervals import Interval, Intervals
 
 UNITS = 2**36
 MOST_ROUNDS = 200
@@ -47,13 +54,24 @@ RELATIVE_TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class StageChoice:
-    """``bound_s``: no split of these segments is faster. ``proven``: the estimate meets the bound (to 1e-9)."""
+    """``bound_s``: no split of these segments is faster. ``proven``: the estimate meets the bound (to 1e-9).
+
+    ``memory_binds``: with more memory there might be a faster one.
+    """
 
     stages: tuple[tuple[int, int], ...]
     recompute: tuple[str, ...]
     estimate: Estimate
     bound_s: float
     proven: bool
+    memory_binds: bool = True
+
+
+@dataclass(frozen=True)
+class NoChoice:
+    """No split that fits takes less than ``bound_s``; infinite: none fits."""
+
+    bound_s: float
 
 
 @dataclass(frozen=True)
@@ -64,26 +82,6 @@ class StageInfeasible:
     stage: int
 
 
-@dataclass(frozen=True)
-class _Interval:
-    """A stage that may hold segments [first, end): its recomputation and times in seconds.
-
-    ``total_s``: a lower bound of forward and backward where the frontier is not exact, else their sum.
-    """
-
-    first: int
-    end: int
-    label: Label
-    forward_s: float
-    total_s: float
-    transfer_s: float
-    per_step_s: float
-
-    @property
-    def times(self) -> StageTimes:
-        return StageTimes(self.forward_s, self.total_s - self.forward_s, self.transfer_s)
-
-
 def choose_stages(
     segments: Sequence[SegmentCost],
     pp: int,
@@ -91,181 +89,179 @@ def choose_stages(
     schedule: str,
     memory_limit_bytes: int,
     *,
+    chunks: int = 1,
     upper_bound_s: float = math.inf,
     deadline: float | None = None,
     seed: int = 0,
-) -> StageChoice | StageInfeasible:
-    """The fastest contiguous split into ``pp`` stages that fits ``memory_limit_bytes``.
+) -> StageChoice | NoChoice:
+    """The fastest contiguous split into ``pp`` stages that fits ``memory_limit_bytes``, or NoChoice.
+
+    ``chunks``: stages a rank; with several the segments are dealt out evenly, the stages differing by one at most.
 
     ``upper_bound_s``: stop once no split can be faster than this; the best seen comes back. ``deadline``: a value of
     time.monotonic() after which the best so far comes back, with its bound; so it does after MOST_WORK. Needs
-    1 <= pp <= number of segments.
+    1 <= pp * chunks <= number of segments.
     """
-    if not 1 <= pp <= len(segments):
-        raise ValueError(f"{len(segments)} segments cannot make {pp} stages")
-    problem = _Problem(segments, pp, micro_batches, schedule, memory_limit_bytes)
-    if not problem.can_fit():
-        return problem.least_missing()
+    problem = _Problem(segments, pp, micro_batches, schedule, memory_limit_bytes, chunks)
+    if chunks > 1:
+        return problem.solve_evenly(upper_bound_s, deadline, seed)
+    start = problem.intervals.even()
+    if start is None:
+        return NoChoice(math.inf)
+    choice = problem.evaluate(problem.split(start))
     if pp == 1:
-        choice, only = problem.evaluate((0,)), problem.intervals[0][0]
+        (only,) = problem.split(start)
         found_s = choice.estimate.step_time_s
-        bound_s = found_s if problem.frontier.exact else min(found_s, micro_batches * only.total_s + only.per_step_s)
-        return replace(choice, bound_s=bound_s, proven=met(bound_s, found_s))
-    return problem.solve(upper_bound_s, deadline, seed)
+        is_exact = problem.intervals.frontier.exact
+        bound_s = found_s if is_exact else min(found_s, micro_batches * only.total_s + only.per_step_s)
+        return replace(choice, bound_s=bound_s, proven=met(bound_s, found_s), memory_binds=only.label.extra_s > 0)
+    return problem.solve(choice, upper_bound_s, deadline, seed)
+
+
+def least_missing(
+    segments: Sequence[SegmentCost], pp: int, micro_batches: int, schedule: str, memory_limit_bytes: int
+) -> StageInfeasible:
+    """The split whose worst stage misses the limit by least (minimax over splits)."""
+    problem = _Problem(segments, pp, micro_batches, schedule, memory_limit_bytes)
+    intervals = problem.intervals
+    best: dict[int, tuple[int, int]] = {0: (0, 0)}
+    for stage in range(pp):
+        row: dict[int, tuple[int, int]] = {}
+        for first in best:
+            for end in range(first + 1, intervals.last_end(stage) + 1):
+                over = intervals.frontier.least_bytes(first, end, intervals.flights[stage]) - memory_limit_bytes
+                worst = max(best[first], (over, stage), key=lambda x: x[0]) if stage else (over, stage)
+                row[end] = min(row.get(end, worst), worst)
+        best = row
+    missing, stage = best[len(segments)]
+    return StageInfeasible(missing, stage)
+
+
+Split = tuple[Interval, ...]
+Best = TypeVar("Best", StageChoice, StageChoice | None)
 
 
 class _Problem:
     def __init__(
-        self, segments: Sequence[SegmentCost], pp: int, micro_batches: int, schedule: str, limit_bytes: int
+        self,
+        segments: Sequence[SegmentCost],
+        pp: int,
+        micro_batches: int,
+        schedule: str,
+        limit_bytes: int,
+        chunks: int = 1,
     ) -> None:
-        self.segments, self.pp, self.m = segments, pp, micro_batches
+        if not 1 <= pp * chunks <= len(segments):
+            raise ValueError(f"{len(segments)} segments cannot make {pp * chunks} stages")
+        self.segments, self.pp, self.m, self.chunks = segments, pp, micro_batches, chunks
         self.schedule, self.limit_bytes = schedule, limit_bytes
-        self.frontier = Frontier(segments)
-        self.flights = [in_flight(schedule, pp, micro_batches, stage) for stage in range(pp)]
-        self.intervals = [self._intervals(stage) for stage in range(pp)]
+        self.held = held(schedule, pp, micro_batches, chunks)
+        flights = [max(vector[chunk] for vector in self.held[rank]) for chunk in range(chunks) for rank in range(pp)]
+        self.intervals = Intervals(segments, flights, micro_batches, limit_bytes, schedule == ZERO_BUBBLE)
 
-    def _ranges(self, stage: int) -> list[tuple[int, int]]:
-        """The intervals stage ``stage`` may hold, leaving one segment for every other stage."""
-        n, last = len(self.segments), stage == self.pp - 1
-        firsts = range(stage, n - (self.pp - stage) + 1) if stage else (0,)
-        return [
-            (first, end)
-            for first in firsts
-            for end in ((n,) if last else range(first + 1, n - (self.pp - stage - 1) + 1))
-        ]
+    def split(self, starts: Sequence[int]) -> Split:
+        """The intervals between ``starts``, which all fit."""
+        found = [self.intervals.at(stage, *edges) for stage, edges in enumerate(itertools.pairwise(starts))]
+        return tuple(x for x in found if x is not None)
 
-    def _intervals(self, stage: int) -> list[_Interval]:
-        found = []
-        for first, end in self._ranges(stage):
-            label = self.frontier.fastest(first, end, self.flights[stage], self.limit_bytes)
-            if label is not None:
-                part = self.segments[first:end]
-                forward = sum(s.forward_s for s in part)
-                extra = self.frontier.least_extra_s(first, end, self.flights[stage], self.limit_bytes)
-                backward = sum(s.backward_s for s in part) + extra
-                per_step = sum(s.gradient_sync_per_step_s + s.optimizer_per_step_s for s in part)
-                transfer = 0.0 if stage == self.pp - 1 else part[-1].transfer_s
-                found.append(_Interval(first, end, label, forward, forward + backward, transfer, per_step))
-        return found
-
-    def can_fit(self) -> bool:
-        """Whether some split has an interval that fits on every stage."""
-        reached = {0}
-        for intervals in self.intervals:
-            reached = {x.end for x in intervals if x.first in reached}
-        return len(self.segments) in reached
-
-    def least_missing(self) -> StageInfeasible:
-        """The split whose worst stage misses the limit by least (minimax over splits)."""
-        best: dict[int, tuple[int, int]] = {0: (0, 0)}
-        for stage in range(self.pp):
-            row: dict[int, tuple[int, int]] = {}
-            for first, end in self._ranges(stage):
-                if first not in best:
-                    continue
-                over = self.frontier.least_bytes(first, end, self.flights[stage]) - self.limit_bytes
-                worst = max(best[first], (over, stage), key=lambda x: x[0])
-                row[end] = min(row.get(end, worst), worst)
-            best = row
-        missing, stage = best[len(self.segments)]
-        return StageInfeasible(missing, stage)
-
-    def evaluate(self, picks: Sequence[int]) -> StageChoice:
-        """Simulate the split that takes interval ``picks[s]`` on stage s."""
-        chosen = [self.intervals[stage][i] for stage, i in enumerate(picks)]
-        estimates = [
-            stage_estimate(self.segments[x.first : x.end], x.label.recompute, self.flights[s], s == self.pp - 1)
-            for s, x in enumerate(chosen)
-        ]
-        estimate = estimate_step(estimates, self.schedule, self.m, self.limit_bytes)
-        recompute = tuple(word for x in chosen for word in x.label.recompute)
-        return StageChoice(tuple((x.first, x.end) for x in chosen), recompute, estimate, 0.0, False)
-
-    def even_split(self) -> tuple[int, ...]:
-        """The split whose slowest stage takes least, as interval numbers: where the search starts."""
-        best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-        for row in self.intervals:
-            reached: dict[int, tuple[float, tuple[int, ...]]] = {}
-            for i, x in enumerate(row):
-                if x.first in best:
-                    slowest, picks = best[x.first]
-                    option = (max(slowest, x.total_s), (*picks, i))
-                    if x.end not in reached or option < reached[x.end]:
-                        reached[x.end] = option
-            best = reached
-        return best[len(self.segments)][1]
+    def evaluate(self, split: Split) -> StageChoice:
+        """Simulate a split."""
+        stages = tuple((x.first, x.end) for x in split)
+        recompute = tuple(flag for x in split for flag in x.label.recompute)
+        estimates = stage_estimates(self.segments, stages, recompute, self.held)
+        estimate = estimate_step(estimates, self.schedule, self.m, self.limit_bytes, self.chunks)
+        return StageChoice(stages, recompute, estimate, 0.0, False)
 
     def improve(self, start: StageChoice) -> StageChoice:
         """Move one cut by one segment as long as a simulated step gets faster."""
-        number = [{(x.first, x.end): i for i, x in enumerate(row)} for row in self.intervals]
         best, moved = start, True
         while moved:
             moved = False
             for stage, step in itertools.product(range(self.pp - 1), (-1, 1)):
                 edges = [first for first, _ in best.stages] + [len(self.segments)]
                 edges[stage + 1] += step
-                picks = [row.get(edge) for row, edge in zip(number, itertools.pairwise(edges), strict=True)]
-                if None not in picks:
-                    choice = self.evaluate([pick for pick in picks if pick is not None])
-                    if choice.estimate.step_time_s < best.estimate.step_time_s * (1 - RELATIVE_TOLERANCE):
-                        best, moved = choice, True
+                if not edges[stage] < edges[stage + 1] < edges[stage + 2]:
+                    continue
+                if any(self.intervals.at(s, edges[s], edges[s + 1]) is None for s in (stage, stage + 1)):
+                    continue
+                choice = self.evaluate(self.split(edges))
+                if choice.estimate.step_time_s < best.estimate.step_time_s * (1 - RELATIVE_TOLERANCE):
+                    best, moved = choice, True
         return best
 
-    def least_before_s(self) -> list[dict[int, float]]:
-        """For each stage: segment -> the least sum of t + 2 r of the stages before it, when it begins there."""
-        rows: list[dict[int, float]] = [{0: 0.0}]
-        for row in self.intervals[:-1]:
-            reached: dict[int, float] = {}
-            for x in row:
-                if x.first in rows[-1]:
-                    before = rows[-1][x.first] + x.total_s + 2 * x.transfer_s
-                    reached[x.end] = min(reached.get(x.end, math.inf), before)
-            rows.append(reached)
+    def path(self, split: Split) -> Path:
+        return critical_path(
+            [x.times for x in split], [x.per_step_s for x in split], self.schedule, self.m, self.chunks
+        )
+
+    def solve(self, start: StageChoice, upper_bound_s: float, deadline: float | None, seed: int) -> StageChoice:
+        """The best split with one stage a rank, from ``start``."""
+        best = self.improve(start)
+        below = min(upper_bound_s, best.estimate.step_time_s)
+        rows = self.intervals.within(below)
+        bound_s = below
+        if all(rows):
+            program = _Program(rows, self.pp, below, seed)
+            best, bound_s = self.prove(program, best, upper_bound_s, deadline)
+        return self.chosen(best, bound_s)
+
+    def chosen(self, best: StageChoice, bound_s: float) -> StageChoice:
+        found_s = best.estimate.step_time_s
+        bound_s = min(bound_s, found_s)
+        return replace(best, bound_s=bound_s, proven=met(bound_s, found_s), memory_binds=self.intervals.memory_binds)
+
+    def solve_evenly(self, upper_bound_s: float, deadline: float | None, seed: int) -> StageChoice | NoChoice:
+        """The best split with several stages a rank, whose memory they share."""
+        longest_s = sum(
+            2 * self.m * (s.forward_s + s.backward_s + s.transfer_s)
+            + s.gradient_sync_per_step_s
+            + s.optimizer_per_step_s
+            for s in self.segments
+        )
+        below = min(upper_bound_s, 1.01 * longest_s)
+        program = _Program(self.even_rows(), self.pp, below, seed)
+        for rank, vectors in enumerate(self.held):
+            program.limit_memory(rank, vectors, self.segments, self.limit_bytes)
+        best, bound_s = self.prove(program, None, below, deadline)
+        if best is None:
+            return NoChoice(math.inf if bound_s > longest_s else bound_s)
+        self.intervals.memory_binds = True
+        return self.chosen(best, bound_s)
+
+    def even_rows(self) -> list[list[Interval]]:
+        """Of each stage, the intervals of even length, with every recomputation worth a thought."""
+        stages = self.pp * self.chunks
+        least, longer = divmod(len(self.segments), stages)
+        rows = []
+        for stage in range(stages):
+            firsts = range(stage * least + max(0, longer - stages + stage), stage * least + min(stage, longer) + 1)
+            edges = [(first, first + size) for first in firsts for size in (least, least + 1)]
+            rows.append(
+                [x for edge in edges if edge[1] <= len(self.segments) for x in self.intervals.each_label(stage, *edge)]
+            )
         return rows
 
-    def candidates(self, stage: int, before_s: dict[int, float], below_s: float) -> list[int]:
-        """The intervals of ``stage`` with which a step can take less than ``below_s``."""
-        return [
-            i
-            for i, x in enumerate(self.intervals[stage])
-            if x.first in before_s
-            and before_s[x.first] + self.m * x.total_s < below_s
-            and self.m * x.total_s + x.per_step_s < below_s
-        ]
-
-    def path(self, picks: Sequence[int]) -> Path:
-        chosen = [self.intervals[stage][i] for stage, i in enumerate(picks)]
-        return critical_path([x.times for x in chosen], [x.per_step_s for x in chosen], self.schedule, self.m)
-
-    def solve(self, upper_bound_s: float, deadline: float | None, seed: int) -> StageChoice:
-        best = self.improve(self.evaluate(self.even_split()))
-        before = self.least_before_s()
-        below = min(upper_bound_s, best.estimate.step_time_s)
-        bound = 0.0
-        program = _Program(
-            self, [self.candidates(stage, before[stage], below) for stage in range(self.pp)], below, seed
-        )
-        for path in fill_and_drain_paths(self.schedule, self.pp, self.m):
+    def prove(self, program: _Program, best: Best, upper_bound_s: float, deadline: float | None) -> tuple[Best, float]:
+        """Add the critical path of what the program finds until no split can be better than the best; and a bound."""
+        bound_s = 0.0
+        for path in fill_and_drain_paths(self.schedule, self.pp, self.m, self.chunks):
             program.add_path(path)
         for _ in range(MOST_ROUNDS):
-            below = min(upper_bound_s, best.estimate.step_time_s)
+            below = min(upper_bound_s, best.estimate.step_time_s if best is not None else math.inf)
             left = None if deadline is None else max(0.05, deadline - time.monotonic())
-            picks, found_bound = program.next_split(below, left)
-            bound = max(bound, found_bound)
-            if picks is None:
+            split, found_bound_s = program.next_split(below, left)
+            bound_s = max(bound_s, found_bound_s)
+            if split is None:
                 break
-            choice = self.evaluate(picks)
-            if choice.estimate.step_time_s < best.estimate.step_time_s:
-                best = choice
+            choice = self.evaluate(split)
+            if best is None or choice.estimate.step_time_s < best.estimate.step_time_s:
+                best = choice  # type: ignore[assignment]
             late = deadline is not None and time.monotonic() > deadline
-            if (
-                late
-                or met(bound, min(upper_bound_s, best.estimate.step_time_s))
-                or not program.add_path(self.path(picks))
-            ):
+            if late or met(bound_s, min(upper_bound_s, choice.estimate.step_time_s)):
                 break
-        bound = min(bound, best.estimate.step_time_s)
-        return replace(best, bound_s=bound, proven=met(bound, best.estimate.step_time_s))
+            if not program.add_path(self.path(split)):
+                break
+        return best, bound_s
 
 
 def met(bound_s: float, found_s: float) -> bool:
@@ -276,12 +272,11 @@ def met(bound_s: float, found_s: float) -> bool:
 class _Program:
     """The CP-SAT program of one problem; solved again and again with more paths."""
 
-    def __init__(self, problem: _Problem, allowed: Sequence[Sequence[int]], below_s: float, seed: int) -> None:
-        self.problem, self.allowed, self.seed = problem, allowed, seed
+    def __init__(self, rows: Sequence[Sequence[Interval]], pp: int, below_s: float, seed: int) -> None:
+        self.rows, self.pp, self.seed = rows, pp, seed
         self.units_per_s = UNITS / below_s if below_s else 1.0
         self.model = cp_model.CpModel()
-        self.rows = [[problem.intervals[s][i] for i in numbers] for s, numbers in enumerate(allowed)]
-        self.y = [[self.model.new_bool_var(f"y{s}_{i}") for i in numbers] for s, numbers in enumerate(allowed)]
+        self.y = [[self.model.new_bool_var(f"y{s}_{x.first}_{x.end}") for x in row] for s, row in enumerate(rows)]
         self._one_interval()
         self._contiguous()
         self.objective = self.model.new_int_var(0, UNITS, "T")
@@ -297,7 +292,7 @@ class _Program:
             self.model.add_exactly_one(row)
 
     def _contiguous(self) -> None:
-        for stage in range(self.problem.pp - 1):
+        for stage in range(len(self.rows) - 1):
             ending: dict[int, list[cp_model.IntVar]] = {}
             beginning: dict[int, list[cp_model.IntVar]] = {}
             for x, y in zip(self.rows[stage], self.y[stage], strict=True):
@@ -306,6 +301,28 @@ class _Program:
                 beginning.setdefault(x.first, []).append(y)
             for cut in sorted({*ending, *beginning}):
                 self.model.add(sum(ending.get(cut, [])) == sum(beginning.get(cut, [])))
+
+    def limit_memory(
+        self, rank: int, vectors: Sequence[tuple[int, ...]], segments: Sequence[SegmentCost], limit_bytes: int
+    ) -> None:
+        """States, the largest temporary tensors, and at each moment the activations held of every chunk, fit together."""
+        mine = list(zip(self.rows, self.y, strict=True))[rank :: self.pp]
+        temporary = self.model.new_int_var(0, limit_bytes, f"temporary{rank}")
+        states = []
+        for row, variables in mine:
+            parts = [segments[x.first : x.end] for x in row]
+            sizes = [
+                max(s.temporary_bytes for s in part) + x.label.again_bytes for part, x in zip(parts, row, strict=True)
+            ]
+            self.model.add(temporary >= sum(size * y for size, y in zip(sizes, variables, strict=True)))
+            states += [sum(s.states_bytes for s in part) * y for part, y in zip(parts, variables, strict=True)]
+        for vector in vectors:
+            kept = [
+                count * x.label.kept_bytes * y
+                for count, (row, variables) in zip(vector, mine, strict=True)
+                for x, y in zip(row, variables, strict=True)
+            ]
+            self.model.add(temporary + sum(states) + sum(kept) <= limit_bytes)
 
     def add_path(self, path: Path) -> bool:
         """T is at least the length of ``path``. False when the program holds it already."""
@@ -320,10 +337,8 @@ class _Program:
         self.model.add(self.objective >= sum(terms))
         return True
 
-    def next_split(self, below_s: float, time_limit_s: float | None) -> tuple[tuple[int, ...] | None, float]:
+    def next_split(self, below_s: float, time_limit_s: float | None) -> tuple[Split | None, float]:
         """A split of least T below ``below_s``, or None, and a lower bound in seconds on the T of all of them."""
-        if not all(self.rows):
-            return None, below_s
         if self.work <= 0:
             return None, 0.0
         self.model.add(self.objective <= max(self._units(below_s) - 1, 0))
@@ -342,8 +357,8 @@ class _Program:
             return None, below_s
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return None, 0.0
-        picks = tuple(
-            next(i for i, y in zip(numbers, row, strict=True) if solver.boolean_value(y))
-            for numbers, row in zip(self.allowed, self.y, strict=True)
+        split = tuple(
+            next(x for x, y in zip(row, variables, strict=True) if solver.boolean_value(y))
+            for row, variables in zip(self.rows, self.y, strict=True)
         )
-        return picks, solver.best_objective_bound / self.units_per_s
+        return split, solver.best_objective_bound / self.units_per_s

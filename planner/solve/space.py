@@ -1,0 +1,169 @@
+"""The space of a search, from coarse to fine.
+
+    Region           degree of tp, then of dp too       tp8 dp* mb=*, tp8 dp2 mb=*
+    Shape            and micro-batches                  pp4.dp2.tp8 mb=16
+    Configuration    and order of axes, ZeRO, schedule  pp4.dp2.tp8 mb=16 zero=1 schedule=1f1b
+
+A coarser one stands for all it contains, ``contains``; a lower bound of it holds for each of them. What is left open by a
+configuration, the letters of the operators, the stages and the recomputation, is solved for (letters.py, stages.py).
+
+    numbers of micro-batches     those that divide a rank's rows; powers of two where there are none
+    orders of the axes           all that differ in the links an axis uses; one where all links are alike
+    ZeRO                         0 to 3 on dp
+    schedules                    those that exist (planner.schedules.check); interleaved and zero-bubble with 1, 2, 4, ..
+                                 stages a rank, evenly filled where they are several
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from costmodels.hardware import Cluster
+from planner.ir.mesh import AXES, Mesh
+from planner.ir.plan import SCHEDULES
+from planner.schedules import IN_ROUNDS, ZERO_BUBBLE, check
+
+
+@dataclass(frozen=True)
+class Region:
+    """Everything with these degrees; ``dp`` 0: any."""
+
+    tp: int
+    dp: int = 0
+
+    def __str__(self) -> str:
+        return f"tp{self.tp} dp{self.dp or '*'} mb=*"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``mesh`` in the usual order of axes."""
+
+    mesh: Mesh
+    micro_batches: int
+
+    def __str__(self) -> str:
+        return f"{self.mesh} mb={self.micro_batches}"
+
+
+@dataclass(frozen=True)
+class Configuration:
+    mesh: Mesh
+    micro_batches: int
+    zero: int
+    schedule: str
+    chunks: int = 1
+
+    def __str__(self) -> str:
+        text = f"{self.mesh} mb={self.micro_batches} zero={self.zero}"
+        if self.mesh.pp > 1:
+            text += f" schedule={self.schedule}"
+        return text + (f" v={self.chunks}" if self.chunks > 1 else "")
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(Mesh(self.mesh.pp, self.mesh.dp, self.mesh.tp), self.micro_batches)
+
+    @property
+    def stages(self) -> int:
+        return self.mesh.pp * self.chunks
+
+
+Part = Region | Shape | Configuration
+
+
+def contains(part: Part, configuration: Configuration) -> bool:
+    """Whether ``part`` of the space holds ``configuration``."""
+    if isinstance(part, Region):
+        return part.tp == configuration.mesh.tp and part.dp in (0, configuration.mesh.dp)
+    if isinstance(part, Shape):
+        return part == configuration.shape
+    return part == configuration
+
+
+@dataclass(frozen=True)
+class Space:
+    """All plans for ``batch`` rows of a chain of ``segments`` segments on ``cluster``."""
+
+    cluster: Cluster
+    batch: int
+    segments: int
+
+    def regions(self) -> Iterator[Region]:
+        return (Region(tp) for tp in divisors(self.cluster.gpus))
+
+    def narrower(self, region: Region) -> Iterator[Region]:
+        """A region of any dp, by the degree of dp, the least first."""
+        for dp in divisors(self.cluster.gpus // region.tp):
+            if dp <= self.batch and self.cluster.gpus // region.tp // dp <= self.segments:
+                yield Region(region.tp, dp)
+
+    def shapes(self, region: Region) -> Iterator[Shape]:
+        mesh = Mesh(self.cluster.gpus // region.tp // region.dp, region.dp, region.tp)
+        return (Shape(mesh, m) for m in micro_batch_counts(self.batch, mesh.dp))
+
+    def configurations(self, shape: Shape) -> Iterator[Configuration]:
+        m, degrees = shape.micro_batches, shape.mesh
+        for schedule, chunks in schedules(degrees.pp, m, self.segments):
+            for zero in zero_stages(degrees.dp, schedule):
+                for mesh in self.orders(degrees):
+                    yield Configuration(mesh, m, zero, schedule, chunks)
+
+    def orders(self, mesh: Mesh) -> tuple[Mesh, ...]:
+        """``mesh`` with its axes in every order that differs in the links they use, the usual order first.
+
+        With one node all are alike. Otherwise the ranks of a group that share a node tell orders apart.
+        """
+        found: dict[tuple[object, ...], Mesh] = {}
+        for order in itertools.permutations(mesh.order):
+            ordered = Mesh(mesh.pp, mesh.dp, mesh.tp, order)
+            if self.cluster.gpus <= self.cluster.gpus_per_node:
+                return (ordered,)
+            found.setdefault(tuple(self._link(ordered, axis) for axis in AXES), ordered)
+        return tuple(found.values()) or (mesh,)
+
+    def _link(self, mesh: Mesh, axis: str) -> tuple[int, int]:
+        """What the links of an axis depend on: its stride, up to a node, and whether the groups fill nodes evenly."""
+        stride, node = mesh.stride(axis), self.cluster.gpus_per_node
+        return (min(stride, node), stride % node if stride > node else 0) if mesh.degree(axis) > 1 else (0, 0)
+
+    def __iter__(self) -> Iterator[Configuration]:
+        for wide in self.regions():
+            for region in self.narrower(wide):
+                for shape in self.shapes(region):
+                    yield from self.configurations(shape)
+
+
+@lru_cache(maxsize=4096)
+def divisors(n: int) -> tuple[int, ...]:
+    return tuple(d for d in range(1, n + 1) if n % d == 0)
+
+
+def micro_batch_counts(batch: int, dp: int) -> tuple[int, ...]:
+    """Numbers of micro-batches worth trying: those that divide a rank's rows; powers of two where there are none."""
+    rows = batch // dp
+    powers = tuple(2**i for i in range(rows.bit_length()))
+    if batch % dp:
+        return powers
+    even = divisors(rows)
+    return even if len(even) > 2 or rows < 4 else tuple(sorted({*even, *powers}))
+
+
+def schedules(pp: int, micro_batches: int, segments: int) -> Iterator[tuple[str, int]]:
+    """The schedules there are, with the stages each rank holds: 1, or a power of two under those in rounds."""
+    if pp == 1:
+        yield "1f1b", 1  # one stage runs each micro-batch forward and backward before the next
+        return
+    for schedule in SCHEDULES:
+        chunks = 1
+        while pp * chunks <= segments and (schedule in IN_ROUNDS or chunks == 1):
+            if not check(schedule, pp, micro_batches, chunks):
+                yield schedule, chunks
+            chunks *= 2
+
+
+def zero_stages(dp: int, schedule: str) -> tuple[int, ...]:
+    return (0, 3) if dp > 1 and schedule != ZERO_BUBBLE else (0,)
