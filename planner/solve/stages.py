@@ -347,7 +347,7 @@ class _Program:
         solver.parameters.random_seed = self.seed
         solver.parameters.catch_sigint_signal = False
         # With coefficients above 2^32 the presolve of OR-Tools 9.15 calls some feasible programs infeasible.
-        solver.parameters.cp_model_presolve = False
+        solver.parameters.cp_model_presolve = globals().get("PRE", False)
         solver.parameters.max_deterministic_time = self.work
         if time_limit_s is not None:
             solver.parameters.max_time_in_seconds = time_limit_s
