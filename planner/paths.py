@@ -99,6 +99,10 @@ def fill_and_drain_paths(schedule: str, pp: int, micro_batches: int, chunks: int
     sum_i (F_i + B_i + 2 t_i) + (m-1) F_j + (m-w) B_j + G_0 + U_0           work at j, then to the last stage and back
     sum_i (F_i + B_i + 2 t_i) + (m-w) F_j + (m-1) B_j + G_0 + U_0           to the last stage and back, then work at j
 
+    and, where w micro-batches are in flight at j, n = m/w of them, rounded up, go there and back one after the other:
+
+    sum_{i<j} (F_i + B_i + 2 t_i) + n sum_{i>=j} (F_i + B_i + 2 t_i) + G_0 + U_0
+
     Under the others, the critical paths of equal stages, and of stages among which those of one rank take twice as long or
     one rank finishes last.
     """
@@ -119,6 +123,10 @@ def fill_and_drain_paths(schedule: str, pp: int, micro_batches: int, chunks: int
             Path(0, pp, most, some, some, round_trip),
             Path(0, pp, some, most, most, round_trip),
         ]
+        trips = -(-m // in_flight(schedule, pp, m, j))
+        around = (*above, *(trips for _ in range(j, pp)))
+        links = (*(2 * x for x in above), *(2 * trips for _ in range(j, pp - 1)), 0)
+        found.append(Path(0, pp, around, around, around, links))
     return found
 
 

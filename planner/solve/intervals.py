@@ -29,6 +29,9 @@ from planner.segment_cost import SegmentCost
 from planner.simulate import StageTimes
 from planner.solve.frontier import Frontier, Label
 
+# How near the greedy search comes to the least T at which a split fits.
+EVEN_TO = 1e-6
+
 
 @dataclass(frozen=True, slots=True)
 class Interval:
@@ -175,24 +178,24 @@ class Intervals:
             starts.append(row[starts[-1]])
         return tuple(reversed(starts))
 
-    def even(self) -> tuple[int, ...] | None:
-        """The starts of a split that fits, greedy for the least T at which it fits (to a thousandth)."""
+    def even(self) -> tuple[tuple[int, ...] | None, float]:
+        """The starts of a split that fits, greedy for the least T at which it fits, and a lower bound of any step."""
         found = self.fitting()
         total_s = self._forward[-1] + self._backward[-1]
         low, high = total_s * self.m / self.stages, math.inf
         if found is None or not total_s:
-            return found
+            return found, low
         step = low
-        while high > low * 1.0005:
+        while high > low * (1 + EVEN_TO) and low < 1e3 * total_s * self.m:
             middle = min(low + step, (low + high) / 2)
             split = self.greedy(middle)
             if split is not None:
                 found, high = split, middle
+            elif all(self.within(middle)):
+                break  # memory, not time, stands in the way of the greedy split
             else:
                 low, step = middle, step * 2
-            if low > 1e3 * total_s * self.m:
-                break  # memory, not time, stands in the way of the greedy split
-        return found
+        return found, low
 
     def within(self, below_s: float) -> list[list[Interval]]:
         """Of each stage, the intervals that a split of less than ``below_s`` may have, in order; [] where there is none.

@@ -105,7 +105,7 @@ def choose_stages(
     problem = _Problem(segments, pp, micro_batches, schedule, memory_limit_bytes, chunks)
     if chunks > 1:
         return problem.solve_evenly(upper_bound_s, deadline, seed)
-    start = problem.intervals.even()
+    start, least_s = problem.intervals.even()
     if start is None:
         return NoChoice(math.inf)
     choice = problem.evaluate(problem.split(start))
@@ -115,7 +115,7 @@ def choose_stages(
         is_exact = problem.intervals.frontier.exact
         bound_s = found_s if is_exact else min(found_s, micro_batches * only.total_s + only.per_step_s)
         return replace(choice, bound_s=bound_s, proven=met(bound_s, found_s), memory_binds=only.label.extra_s > 0)
-    return problem.solve(choice, upper_bound_s, deadline, seed)
+    return problem.solve(choice, least_s, upper_bound_s, deadline, seed)
 
 
 def least_missing(
@@ -194,16 +194,18 @@ class _Problem:
             [x.times for x in split], [x.per_step_s for x in split], self.schedule, self.m, self.chunks
         )
 
-    def solve(self, start: StageChoice, upper_bound_s: float, deadline: float | None, seed: int) -> StageChoice:
-        """The best split with one stage a rank, from ``start``."""
+    def solve(
+        self, start: StageChoice, least_s: float, upper_bound_s: float, deadline: float | None, seed: int
+    ) -> StageChoice:
+        """The best split with one stage a rank, from ``start``; none takes less than ``least_s``."""
         best = self.improve(start)
         below = min(upper_bound_s, best.estimate.step_time_s)
         rows = self.intervals.within(below)
         bound_s = below
-        if all(rows):
+        if all(rows) and not met(least_s, below):
             program = _Program(rows, self.pp, below, seed)
             best, bound_s = self.prove(program, best, upper_bound_s, deadline)
-        return self.chosen(best, bound_s)
+        return self.chosen(best, max(bound_s, min(least_s, below)))
 
     def chosen(self, best: StageChoice, bound_s: float) -> StageChoice:
         found_s = best.estimate.step_time_s
