@@ -3,8 +3,9 @@
     Evaluator         graph -> split batch -> strategies on tp -> segment costs, each kept for the next configuration
     build_plan        decisions -> Plan with its estimate
 
-The strategies of a configuration are those of least time for one micro-batch ('fast'), proven by the 0/1 program; and, for
-where memory is short, those of least time when memory has a price ('lean').
+The strategies of a configuration are those of least time for one micro-batch whose weights fit ('fast'), proven by the 0/1
+program; and, for where memory is short, those that hold half as much of the weights ('tight'), and those of least time when
+memory has a price ('lean').
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ from planner.sharding_rules import Strategy
 from planner.simulate import estimate_step
 from planner.solve.frontier import least_recomputation_s
 from planner.solve.letters import Keep, Letters, solve_letters, whole_letters
+from planner.solve.linear_program import NoSolution
 from planner.solve.space import Configuration
 
-FAST, LEAN = "fast", "lean"
+FAST, TIGHT, LEAN = VARIANTS = ("fast", "tight", "lean")
 # Lean strategies pay for memory as if filling a device took this many times the work of a micro-batch.
-LEAN_PRICE = 30.0
+LEAN_PRICE = 3.0
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,11 @@ class Evaluator:
         self.graph = cut_into_segments(problem.graph)
         self.folded: Folded = fold(self.graph)
         self.segments = segment_count(self.graph)
+        self.work_done = 0  # operators put into programs so far
         self._splits: dict[tuple[int, int], BatchSplit] = {}
         self._work: dict[tuple[int, int], tuple[tuple[float, float], ...]] = {}
         self._ideal: dict[tuple[int, int, int], tuple[SegmentCost, ...]] = {}
-        self._letters: dict[tuple[Mesh, int, str], Letters] = {}
+        self._letters: dict[tuple[Mesh, int, str, float], Letters] = {}
         self._local: dict[int, tuple[Letters, Sharded]] = {}
         self._costs: dict[tuple[int, Mesh, int, int], tuple[SegmentCost, ...]] = {}
 
@@ -123,12 +126,11 @@ class Evaluator:
         """
         if tp == 1:
             return self.work_s(dp, micro_batches) * micro_batches
-        configuration = Configuration(Mesh(dp=dp, tp=tp), micro_batches, 0, "1f1b")
-        if steps == 1:
-            return self.letters(configuration).bound_s * micro_batches
+        configuration = Configuration(Mesh(dp=dp, tp=tp), micro_batches, 3, "1f1b")
         graph = self.split(dp, micro_batches).graph
-        pricing = replace(self.pricing(replace(configuration, zero=3)), micro_batches=micro_batches / steps)
+        pricing = replace(self.pricing(configuration), micro_batches=micro_batches / steps)
         kept = self._kept_in_all_pieces(dp, micro_batches, tp, None)
+        self.work_done += len(graph.nodes)
         return solve_letters(graph, pricing, self.folded.weights, kept).bound_s * micro_batches
 
     def ideal_costs(self, configuration: Configuration) -> tuple[SegmentCost, ...]:
@@ -157,7 +159,7 @@ class Evaluator:
         """A lower bound of the memory of the fullest device, with everything recomputed that makes room."""
         mesh = configuration.mesh
         costs, fewest = self.ideal_costs(configuration), self._fewest_in_flight(configuration)
-        kept = sum(c.states_bytes + fewest * min(c.activations_bytes, c.input_bytes) for c in costs)
+        kept = sum(c.states_bytes + fewest * min(way.kept_bytes for way in c.recomputations.values()) for c in costs)
         return kept / (mesh.pp * mesh.tp)
 
     def _room_bytes(self, configuration: Configuration) -> int:
@@ -166,26 +168,67 @@ class Evaluator:
         states = sum(c.states_bytes for c in self.ideal_costs(configuration))
         return self.problem.memory_limit_bytes * mesh.pp * mesh.tp - states
 
+    def least_letters_s(self, configuration: Configuration) -> float:
+        """Least seconds of all micro-batches in all stages together, under any letters whose weights fit; infinite where
+        none do."""
+        mesh = configuration.mesh
+        usual = replace(configuration, mesh=Mesh(mesh.pp, mesh.dp, mesh.tp))
+        try:
+            return self.letters(usual).bound_s * configuration.micro_batches
+        except NoSolution:
+            return math.inf
+
     def _fewest_in_flight(self, configuration: Configuration) -> int:
         pp, m, schedule = configuration.mesh.pp, configuration.micro_batches, configuration.schedule
         return m if schedule == "gpipe" else in_flight(schedule, pp, m, pp - 1) if configuration.chunks == 1 else 1
 
     def letters(self, configuration: Configuration, variant: str = FAST, keep: Keep | None = None) -> Letters:
-        """Strategies on tp; ``keep`` restricts them under the name ``variant``."""
+        """Strategies on tp; ``keep`` restricts them under the name ``variant``.
+
+        Raises NoSolution where the weights do not fit under any.
+        """
+        held = 1.0 if keep is not None else self.held_share(configuration)
+        if variant in (TIGHT, LEAN):
+            tighter = max(math.ceil(4 * held), math.ceil(8 / configuration.mesh.tp)) / 8
+            try:
+                return self._solved_letters(configuration, variant, keep, tighter)
+            except NoSolution:
+                pass  # not all weights can be cut: as the fast ones
+        return self._solved_letters(configuration, variant, keep, held)
+
+    def _solved_letters(self, configuration: Configuration, variant: str, keep: Keep | None, held: float) -> Letters:
         mesh = configuration.mesh
         if mesh.stride("tp") == 1:
             mesh = Mesh(dp=mesh.dp, tp=mesh.tp)
-        key = (mesh, configuration.micro_batches, variant)
-        if key not in self._letters:
-            graph = self.split(mesh.dp, configuration.micro_batches).graph
-            if mesh.tp == 1:
-                self._letters[key] = whole_letters(graph)
-            else:
-                price = self._lean_price_us(configuration) if variant == LEAN else 0.0
-                pricing = self.pricing(replace(configuration, mesh=mesh, zero=3))
-                kept = self._kept_in_all_pieces(mesh.dp, configuration.micro_batches, mesh.tp, keep)
-                self._letters[key] = solve_letters(graph, pricing, self.folded.weights, kept, price)
-        return self._letters[key]
+        key = (mesh, configuration.micro_batches, variant, held)
+        if key in self._letters:
+            return self._letters[key]
+        graph = self.split(mesh.dp, configuration.micro_batches).graph
+        if mesh.tp == 1:
+            found = whole_letters(graph)
+        else:
+            price = self._lean_price_us(configuration) if variant == LEAN else 0.0
+            pricing = self.pricing(replace(configuration, mesh=mesh, zero=3))
+            kept = self._kept_in_all_pieces(mesh.dp, configuration.micro_batches, mesh.tp, keep)
+            self.work_done += len(graph.nodes)
+            found = solve_letters(graph, pricing, self.folded.weights, kept, price, held=held)
+        self._letters[key] = found
+        return found
+
+    def held_share(self, configuration: Configuration) -> float:
+        """The share of all weights that a device of a tp group can hold at most, over all stages, in eighths rounded up:
+        with gradients and optimizer state, and the least that must be kept for backward."""
+        mesh = configuration.mesh
+        if mesh.tp == 1:
+            return 1.0
+        costs = self.ideal_costs(configuration)
+        states = sum(c.states_bytes for c in costs)
+        fewest = self._fewest_in_flight(configuration)
+        kept = sum(fewest * min(way.kept_bytes for way in c.recomputations.values()) for c in costs)
+        room = self.problem.memory_limit_bytes * mesh.pp - kept / mesh.tp
+        if not states or room >= states:
+            return 1.0
+        return max(math.ceil(8 * room / states) / 8, math.ceil(8 / mesh.tp) / 8)
 
     def _kept_in_all_pieces(self, dp: int, micro_batches: int, tp: int, keep: Keep | None) -> Keep | None:
         """``keep``, or the evaluator's own, without what smaller pieces of an unevenly cut batch do not have."""

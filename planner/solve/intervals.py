@@ -90,7 +90,7 @@ class Intervals:
     def _make(self, stage: int, first: int, end: int) -> Interval | None:
         flight = self.flights[stage]
         label = self.frontier.fastest(first, end, flight, self.limit_bytes)
-        if label is None or (self.in_two and any(label.recompute)):
+        if label is None or (self.in_two and set(label.recompute) != {"none"}):
             return None
         extra_s = self.frontier.least_extra_s(first, end, flight, self.limit_bytes) if label.extra_s else 0.0
         return self._with(stage, first, end, label, extra_s)
@@ -101,7 +101,7 @@ class Intervals:
         return [
             self._with(stage, first, end, label, label.extra_s)
             for label in labels
-            if not (self.in_two and any(label.recompute))
+            if not self.in_two or set(label.recompute) == {"none"}
         ]
 
     def _with(self, stage: int, first: int, end: int, label: Label, extra_s: float) -> Interval:

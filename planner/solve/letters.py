@@ -7,6 +7,8 @@
                      sum_f q[c,f,t] = X[c,t]    for every target pair t  ... into the pair c asks for
                      q[c,f,t] <= e[v,f,t]                               a conversion is paid once for all its consumers
 
+    hold             sum_v,f bytes[v,f] x[v,f] <= share of all weights       where they would not fit otherwise
+
 X[v,f] is the sum of x over the producer's strategies whose result has pair f; X[c,t] likewise over the consumer's operands.
 Only x is integer: with these flows the relaxation has been integral on every transformer tried.
 
@@ -80,14 +82,18 @@ def solve_letters(
     keep: Keep | None = None,
     us_per_byte: float = 0.0,
     time_limit_s: float = 60.0,
+    held: float = 1.0,
 ) -> Letters:
     """The cheapest strategies for ``graph`` (one micro-batch of one dp rank) on the tp axis of ``pricing.mesh``.
 
     ``weights``: how many equal segments each segment stands for (planner.fold); 1 each by default. ``keep(node,
     strategy)``: which strategies may be used; an operator left without one keeps all it has. ``us_per_byte``: a price on
     memory, in microseconds per byte a device holds of weights (with their gradients and optimizer state) and results.
+    ``held``: the share of all weights that a device may hold at most; at least 1/k.
     """
     program = _Program(graph, pricing, weights, keep, us_per_byte)
+    if held < 1:
+        program.hold(held)
     return program.solve(time_limit_s)
 
 
@@ -114,6 +120,9 @@ class _Program:
         self.weights = weights
         self.us_per_byte = us_per_byte + TIE_US_PER_BYTE
         self.ties_us = 0.0  # the most that ties add to the objective
+        self.held: list[tuple[int, float]] = []
+        self.whole_bytes = 0.0
+        self.relative_gap = 1e-9
         self.k = pricing.mesh.degree("tp")
         self.program = LinearProgram()
         self.conversions_us: dict[tuple[int, Pair, Pair], float] = {}
@@ -185,6 +194,15 @@ class _Program:
             costs = [self._leaf_cost_us(leaf, pair) for pair in pairs]
             self.ties_us += count * TIE_US_PER_BYTE * STATES_A_WEIGHT * leaf.value.size_bytes
             self._one_strategy(key, options, costs, count)
+            if leaf.kind == "parameter":
+                sizes = [leaf.value.size_bytes / (self.k if pair.is_shard else 1) for pair in pairs]
+                self.held += [(x, count * size) for x, size in zip(self.x[key], sizes, strict=True)]
+                self.whole_bytes += count * leaf.value.size_bytes
+
+    def hold(self, share: float) -> None:
+        """A device holds at most ``share`` of the weights."""
+        self.program.row([(x, size / self.whole_bytes) for x, size in self.held], upper=share)
+        self.relative_gap = 1e-5
 
     def _leaf_weight(self, leaf: Leaf) -> int:
         """How many equal leaves it stands for: as many as the first segment that reads it."""
@@ -295,7 +313,7 @@ class _Program:
 
     def solve(self, time_limit_s: float) -> Letters:
         self._loss()
-        solution = self.program.solve(time_limit_s)
+        solution = self.program.solve(time_limit_s, self.relative_gap)
         picked: dict[Hashable, Strategy] = {}
         for key, variables in self.x.items():
             taken = [solution.values[x] for x in variables]

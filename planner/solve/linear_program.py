@@ -26,6 +26,10 @@ class Solution:
     bound: float
 
 
+class NoSolution(RuntimeError):
+    """No values satisfy every row."""
+
+
 class LinearProgram:
     def __init__(self) -> None:
         self.lower: list[float] = []
@@ -52,7 +56,7 @@ class LinearProgram:
         self._entries.extend((number, variable, coefficient) for variable, coefficient in terms)
 
     def solve(self, time_limit_s: float, relative_gap: float = 1e-9) -> Solution:
-        """Raises RuntimeError when there is no solution, or none was found in time."""
+        """Raises NoSolution when there is none, RuntimeError when none was found in time."""
         from ortools.math_opt.python import mathopt  # here, so that what is priced without solving needs no solver
 
         parameters = mathopt.SolveParameters(
@@ -60,6 +64,8 @@ class LinearProgram:
         )
         model = mathopt.Model.from_model_proto(self._proto())
         result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
+        if result.termination.reason == mathopt.TerminationReason.INFEASIBLE:
+            raise NoSolution(f"the program has no solution: {result.termination.detail}")
         if not result.has_primal_feasible_solution():
             raise RuntimeError(f"the program has no solution: {result.termination}")
         values = result.variable_values(list(model.variables()))

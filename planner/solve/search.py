@@ -45,7 +45,8 @@ from planner.ir.mesh import Mesh
 from planner.ir.plan import Plan, Searched
 from planner.schedules import ZERO_BUBBLE
 from planner.sizes import format_bytes
-from planner.solve.configuration import FAST, LEAN, Evaluator, Problem
+from planner.solve.configuration import FAST, LEAN, VARIANTS, Evaluator, Problem
+from planner.solve.linear_program import NoSolution
 from planner.solve.space import Configuration, Part, Region, Shape, Space, divisors, micro_batch_counts, schedules
 from planner.solve.stages import StageChoice, choose_stages, least_missing
 
@@ -57,6 +58,10 @@ RELATIVE_TOLERANCE = 1e-9
 TOO_LARGE = "does not fit the memory"
 # Configurations picked by hand are tried where the best plan takes so many times the work of all devices.
 USUAL_FROM = 1.05
+# Without a time limit the search stops after so much work: operators put into 0/1 programs (about a millisecond each), and
+# as many for a split of the chain into stages. The same work on every machine gives the same plan.
+MOST_WORK, MOST_WORK_A_SEGMENT = 2000, 65
+USUAL_WORK = 0.5
 
 
 @dataclass(order=True)
@@ -88,6 +93,14 @@ class _Found:
     configuration: Configuration
     variant: str
     choice: StageChoice
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What came out of a configuration: a bound of all its plans, infinite where none fits, and the best plan found."""
+
+    bound_s: float
+    objective_s: float | None
 
 
 def pipeline_bound_s(micro_batch_s: float, pp: int, micro_batches: int, share: float = 1.0) -> float:
@@ -155,10 +168,13 @@ class _Search:
         self.refused: dict[Shape, str] = {}
         self.too_large: list[Configuration] = []
         self.heap: list[_Entry] = []
-        # (tp, 0) -> times by dp of regions; (tp, dp) -> times by micro-batches of shapes
-        self.least_s: dict[tuple[int, int], dict[int, float]] = {}
+        # (tp, 0, 1) -> times by dp of regions; (tp, dp, share of weights held) -> times by micro-batches
+        self.least_s: dict[tuple[int, int, float], dict[int, float]] = {}
         self.numbers = itertools.count()
         self.interrupted = self.done = False
+        self.start = evaluator.work_done
+        self.most_work = MOST_WORK + MOST_WORK_A_SEGMENT * evaluator.segments
+        self.outcomes: dict[Configuration, _Outcome] = {}
 
     @property
     def best_s(self) -> float:
@@ -178,17 +194,38 @@ class _Search:
         return self._result()
 
     def _try_usual(self) -> None:
-        """Solve a few configurations as they are picked by hand, for a better plan to beat: tp inside a node, the fewest
-        stages that hold the states, one row a micro-batch. Not recorded: the search comes upon them again."""
+        """A better plan to beat: from what is picked by hand, step by step to the best neighbour.
+
+        Not recorded: the search comes upon them again.
+        """
         if self.best_s <= USUAL_FROM * self._cheapest_s():
             return
-        for configuration in usual(self.space, self.problem.memory_limit_bytes, self.evaluator):
-            if self._out_of_time() or (self.within is not None and not self.within(configuration)):
+        self._try_each(usual(self.space, self.problem.memory_limit_bytes, self.evaluator))
+        at: Configuration | None = None
+        while self.best is not None and self.best.configuration != at:
+            at = self.best.configuration
+            self._try_each(c for c in self.space.neighbours(at) if c not in self.outcomes)
+
+    def _try_each(self, configurations: Iterable[Configuration]) -> None:
+        """Solve those that might win, the least bound first."""
+        promising = []
+        for number, configuration in enumerate(configurations):
+            if self.within is None or self.within(configuration):
+                try:
+                    promising.append((self._bound_s(configuration, 0), number, configuration))
+                except BadInput:
+                    continue
+        for bound_s, _, configuration in sorted(promising):
+            if self.cannot_win(bound_s) or self._must_stop(USUAL_WORK):
                 continue
-            before = len(self.searched), len(self.too_large)
-            self._try(_Entry(0.0, 0, 0, configuration, _sharpest(configuration)))
-            del self.searched[before[0] :], self.too_large[before[1] :]
-            self.heap.clear()
+            try:
+                self._outcome(configuration)
+            except BadInput:
+                continue
+            except KeyboardInterrupt:
+                if self.best is None:
+                    raise
+                self.interrupted = True
 
     def _explore(self, done: Region) -> None:
         """Take the parts in the heap until none can win. ``done``: a region not to be taken again."""
@@ -196,7 +233,7 @@ class _Search:
             entry = heapq.heappop(self.heap)
             if self.cannot_win(entry.bound_s):
                 self._record_rest(entry, "pruned")
-            elif self.interrupted or self._out_of_time():
+            elif self._must_stop(1.0):
                 self._record_rest(entry, "open")
             elif entry.part != done or not self.done:
                 self._try(entry)
@@ -219,8 +256,11 @@ class _Search:
             if not isinstance(part, Configuration) or self.within is None or self.within(part):
                 heapq.heappush(self.heap, _Entry(bound_s, _depth(part), next(self.numbers), part))
 
-    def _out_of_time(self) -> bool:
-        return self.deadline is not None and time.monotonic() > self.deadline
+    def _must_stop(self, share: float) -> bool:
+        """On an interrupt, after the time limit, or without one after so much of MOST_WORK."""
+        if self.deadline is not None:
+            return self.interrupted or time.monotonic() > self.deadline
+        return self.interrupted or (self.best is not None and self.evaluator.work_done - self.start > share * self.most_work)
 
     # --- bounds -------------------------------------------------------------------------------------------------------
 
@@ -256,14 +296,14 @@ class _Search:
         if isinstance(part, Region):
             return self._region_bound_s(part)
         mesh, m = part.mesh, part.micro_batches
-        work = self.evaluator.work(mesh.dp, m)
-        solved = self.least_s.setdefault((mesh.tp, mesh.dp), {})
-        if sharpness and m not in solved:
-            solved[m] = self.evaluator.least_s(mesh.tp, mesh.dp, m)
-        known = max((least_s for fewer, least_s in solved.items() if m % fewer == 0), default=0.0)
         if isinstance(part, Shape):
-            return self._shape_bound_s(part, work, known)
-        return self._configuration_bound_s(part, work, known)
+            return self._shape_bound_s(part, self.evaluator.work(mesh.dp, m), 0.0)
+        key = (mesh.tp, mesh.dp, self.evaluator.held_share(part))
+        solved = self.least_s.setdefault(key, {})
+        if sharpness and m not in solved:
+            solved[m] = self.evaluator.least_letters_s(part)
+        known = max((least_s for fewer, least_s in solved.items() if m % fewer == 0), default=0.0)
+        return self._configuration_bound_s(part, known)
 
     def _region_bound_s(self, region: Region) -> float:
         """From its shapes, or the nearest smaller dp whose program is solved, where that is enough; else by its own."""
@@ -276,7 +316,7 @@ class _Search:
             return 0.0  # no shape is possible; each will say why
         if self.cannot_win(filled_s):
             return filled_s
-        solved = self.least_s.setdefault((region.tp, 0), {})
+        solved = self.least_s.setdefault((region.tp, 0, 1.0), {})
         known = max((least_s for dp, least_s in solved.items() if dp <= region.dp), default=0.0) * share
         if not self.cannot_win(known) and region.dp not in solved:
             solved[region.dp] = self.evaluator.least_s(region.tp, 1, 1, region.dp)
@@ -297,29 +337,53 @@ class _Search:
         kinds = schedules(mesh.pp, m, self.evaluator.segments)
         return min((schedule_bound_s(own, least_s, mesh.pp, m, *kind) for kind in kinds), default=math.inf)
 
-    def _configuration_bound_s(self, part: Configuration, work: Work, least_s: float) -> float:
-        """That of its schedule, with what must be computed again."""
+    def _configuration_bound_s(self, part: Configuration, least_s: float) -> float:
+        """That of its schedule, with what travels on dp, what is done once a step, and what must be computed again."""
         mesh, m = part.mesh, part.micro_batches
         again_s = self.evaluator.forced_recomputation_s(part) / mesh.tp
         if math.isinf(again_s) or (again_s and part.schedule == ZERO_BUBBLE):
             return math.inf
-        own = tuple((f / mesh.tp, b / mesh.tp) for f, b in work)
-        bound_s = schedule_bound_s(own, least_s, mesh.pp, m, part.schedule, part.chunks)
-        again_bound_s = (m * again_s + m * sum(f + b for f, b in own)) / mesh.pp
+        ideal = self.evaluator.ideal_costs(part)
+        own = tuple((c.forward_s / mesh.tp, c.backward_s / mesh.tp) for c in ideal)
+        once_s = sum(c.gradient_sync_per_step_s + c.optimizer_per_step_s for c in ideal) / mesh.tp
+        work_s = sum(f + b for f, b in own)
+        bound_s = schedule_bound_s(own, max(least_s, m * work_s + once_s), mesh.pp, m, part.schedule, part.chunks)
+        again_bound_s = (m * (again_s + work_s) + once_s) / mesh.pp
         if part.chunks == 1:
-            again_bound_s = pipeline_bound_s(sum(f + b for f, b in own) + again_s, mesh.pp, m)
+            again_bound_s = max(again_bound_s, pipeline_bound_s(work_s + again_s, mesh.pp, m))
         return max(bound_s, again_bound_s) if again_s else bound_s
 
     # --- solving ------------------------------------------------------------------------------------------------------
 
     def _solve(self, configuration: Configuration, bound_s: float) -> None:
-        """Solve for stages and recomputation under the fast letters, and under lean ones where memory is short."""
+        """Solve a configuration and record what came out."""
+        outcome = self._outcome(configuration)
+        bound_s = max(bound_s, outcome.bound_s)
+        if math.isinf(bound_s):
+            self._record_too_large(configuration, 0.0)
+        elif outcome.objective_s is not None:
+            self._record(configuration, min(bound_s, outcome.objective_s), "solved", outcome.objective_s)
+        else:
+            self._record(configuration, bound_s, "pruned" if self.cannot_win(bound_s) else "open")
+
+    def _outcome(self, configuration: Configuration) -> _Outcome:
+        """Solve for stages and recomputation under the fast letters, and under others where memory is short; once."""
+        if configuration not in self.outcomes:
+            try:
+                self.outcomes[configuration] = self._solved(configuration)
+            except NoSolution:
+                self.outcomes[configuration] = _Outcome(math.inf, None)
+        return self.outcomes[configuration]
+
+    def _solved(self, configuration: Configuration) -> _Outcome:
         found: list[_Found] = []
         proven = math.inf
-        for variant in (FAST, LEAN):
+        for variant in VARIANTS:
             letters = self.evaluator.letters(configuration, variant)
+            costs = self.evaluator.costs(configuration, letters)
+            self.evaluator.work_done += configuration.stages * len(costs) // 8
             choice = choose_stages(
-                self.evaluator.costs(configuration, letters),
+                costs,
                 configuration.mesh.pp,
                 configuration.micro_batches,
                 configuration.schedule,
@@ -334,18 +398,14 @@ class _Search:
             proven = min(proven, choice.bound_s)
             if configuration.mesh.tp == 1 or (isinstance(choice, StageChoice) and not choice.memory_binds):
                 break
-        if configuration.mesh.tp == 1:
-            bound_s = max(bound_s, proven)
-        if not found and math.isinf(proven):
-            self._record_too_large(configuration, bound_s)
-            return
+        # Letters other than those tried may be better: without tp there are none.
+        bound_s = proven if configuration.mesh.tp == 1 or math.isinf(proven) else 0.0
         if not found:
-            self._record(configuration, bound_s, "pruned" if self.cannot_win(bound_s) else "open")
-            return
+            return _Outcome(bound_s, None)
         best = min(found, key=lambda f: f.choice.estimate.step_time_s)
-        self._record(configuration, bound_s, "solved", best.choice.estimate.step_time_s)
         if best.choice.estimate.step_time_s < self.best_s * (1 - RELATIVE_TOLERANCE):
             self.best = best
+        return _Outcome(bound_s, best.choice.estimate.step_time_s)
 
     # --- the record ---------------------------------------------------------------------------------------------------
 
@@ -419,7 +479,9 @@ class _Search:
     def _least_missing(self) -> tuple[int, Configuration, int]:
         """The least memory that is missing, in which configuration, on which stage."""
         found: tuple[int, Configuration, int] | None = None
-        least = sorted((self.evaluator.least_bytes(c), i, c) for i, c in enumerate(self.too_large))
+        # Zero-bubble and several stages a rank hold no less than 1f1b of as many micro-batches.
+        plain = [c for c in self.too_large if c.chunks == 1 and c.schedule != ZERO_BUBBLE]
+        least = sorted((self.evaluator.least_bytes(c), i, c) for i, c in enumerate(plain))
         for bytes_, _, configuration in least:
             if found is not None and bytes_ - self.problem.memory_limit_bytes >= found[0]:
                 break

@@ -112,6 +112,33 @@ class Space:
                 for mesh in self.orders(degrees):
                     yield Configuration(mesh, m, zero, schedule, chunks)
 
+    def neighbours(self, at: Configuration) -> Iterator[Configuration]:
+        """Other schedules, ZeRO stages and orders of the same shape; and the same with degrees or micro-batches doubled or
+        halved."""
+        mesh, m = at.mesh, at.micro_batches
+        yield from self.configurations(at.shape)
+        for factors in ((2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 1)):
+            for divided in ((2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 1)):
+                degrees = [mesh.degree(axis) * f for axis, f in zip(AXES, factors, strict=True)]
+                if (factors == divided) != (factors == (1, 1, 1)) or any(
+                    d % by for d, by in zip(degrees, divided, strict=True)
+                ):
+                    continue
+                pp, dp, tp = (d // by for d, by in zip(degrees, divided, strict=True))
+                if pp * dp * tp != self.cluster.gpus or pp > self.segments or dp > self.batch:
+                    continue
+                counts = micro_batch_counts(self.batch, dp)
+                for number in (m // 2, m, 2 * m):
+                    if number in counts:
+                        yield from self._alike(Shape(Mesh(pp, dp, tp), number), at)
+
+    def _alike(self, shape: Shape, at: Configuration) -> Iterator[Configuration]:
+        """The configurations of ``shape`` in the usual order with the schedule and ZeRO stage of another."""
+        for found in self.configurations(shape):
+            same = (found.schedule, found.chunks) == (at.schedule, at.chunks) or shape.mesh.pp == 1 or at.mesh.pp == 1
+            if same and found.zero == at.zero and found.mesh == shape.mesh:
+                yield found
+
     def orders(self, mesh: Mesh) -> tuple[Mesh, ...]:
         """``mesh`` with its axes in every order that differs in the links they use, the usual order first.
 

@@ -47,7 +47,7 @@ from planner.solve.intervals import Interval, Intervals
 UNITS = 2**36
 MOST_ROUNDS = 200
 # What CP-SAT may do for one call, in its own unit, about a second each: a limit that cuts every run at the same place.
-MOST_WORK = 20.0
+MOST_WORK = 0.2
 # A bound this close to what was found proves it.
 RELATIVE_TOLERANCE = 1e-9
 
@@ -349,7 +349,7 @@ class _Program:
         solver.parameters.random_seed = self.seed
         solver.parameters.catch_sigint_signal = False
         # With coefficients above 2^32 the presolve of OR-Tools 9.15 calls some feasible programs infeasible.
-        solver.parameters.cp_model_presolve = globals().get("PRE", False)
+        solver.parameters.cp_model_presolve = False
         solver.parameters.max_deterministic_time = self.work
         if time_limit_s is not None:
             solver.parameters.max_time_in_seconds = time_limit_s
