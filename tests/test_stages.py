@@ -18,7 +18,7 @@ from planner.segment_cost import Recomputation, SegmentCost, stage_estimate
 from planner.simulate import StageTimes, estimate_step, times_of
 from planner.solve import frontier, stages
 from planner.solve.frontier import Frontier
-from planner.solve.stages import StageChoice, StageInfeasible, choose_stages
+from planner.solve.stages import NoChoice, StageChoice, StageInfeasible, choose_stages, least_missing
 from tests.search_cases import AMPLE, Tried, best_step_s, every_choice, splits
 
 RELATIVE = 1e-9
@@ -55,7 +55,7 @@ class Instance:
     limit_bytes: int
 
     def choose(self, upper_bound_s: float = math.inf, deadline: float | None = None) -> StageChoice | StageInfeasible:
-        return choose_stages(
+        choice = choose_stages(
             self.segments,
             self.pp,
             self.micro_batches,
@@ -64,6 +64,10 @@ class Instance:
             upper_bound_s=upper_bound_s,
             deadline=deadline,
         )
+        if isinstance(choice, StageChoice):
+            return choice
+        assert choice.bound_s == math.inf
+        return least_missing(self.segments, self.pp, self.micro_batches, self.schedule, self.limit_bytes)
 
     def every(self) -> list[Tried]:
         return list(every_choice(self.segments, self.pp, self.micro_batches, self.schedule))
@@ -218,6 +222,7 @@ def test_fill_and_drain_paths_are_lower_bounds(chain: list[StageEstimate], micro
             there + m * (forward_s + backward_s) + once[j],
             round_trip + (m - 1) * forward_s + (m - w) * backward_s + once[0],
             round_trip + (m - w) * forward_s + (m - 1) * backward_s + once[0],
+            back + math.ceil(m / w) * (round_trip - back) + once[0],
         ]
     lengths = [path.length_s(times, once) for path in fill_and_drain_paths(schedule, len(chain), m)]
     assert lengths == pytest.approx(expected)
@@ -283,7 +288,8 @@ def test_memory_cuts_unevenly() -> None:
     choice = choose_stages(chain, 2, 4, "1f1b", 40)
     assert isinstance(choice, StageChoice)
     assert choice.stages == ((0, 2), (2, 6))
-    assert choose_stages(chain, 2, 4, "1f1b", 39) == StageInfeasible(1, 0)
+    assert choose_stages(chain, 2, 4, "1f1b", 39) == NoChoice(math.inf)
+    assert least_missing(chain, 2, 4, "1f1b", 39) == StageInfeasible(1, 0)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

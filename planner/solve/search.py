@@ -24,7 +24,8 @@ least share.
     schedule_bound_s   also T >= (m W + S + sum_r p_r) / pp
 
 where rank r waits for p_r before its first forward: the forward of the stages above, at least r segments, or r q where every
-rank has several stages of at least q segments each; then for their backward as well, but S.
+rank has several stages of at least q segments each; then for their backward as well, but S. And T >= W, or the forward part of
+it under zero-bubble: one micro-batch goes through all stages and back.
 
 The part of smallest bound is taken: its bound made sharper, or it is split, or, a configuration, solved. The search ends when
 the smallest bound left is no better than the best plan. What is pruned keeps the bound that pruned it; a coarse part that was
@@ -61,7 +62,7 @@ USUAL_FROM = 1.05
 # Without a time limit the search stops after so much work: operators put into 0/1 programs (about a millisecond each), and
 # as many for a split of the chain into stages. The same work on every machine gives the same plan.
 MOST_WORK, MOST_WORK_A_SEGMENT = 2000, 65
-USUAL_WORK = 0.5
+USUAL_WORK = 0.7
 
 
 @dataclass(order=True)
@@ -122,6 +123,7 @@ def schedule_bound_s(
     least = len(work) // (pp * chunks) if chunks > 1 else 1
     forward_s = [f for f, _ in work[: (pp - 1) * least]]
     late_s = (max(least_s, micro_batches * total_s) + fill_s(forward_s, pp, least)) / pp
+    late_s = max(late_s, sum(f for f, _ in work) if schedule == ZERO_BUBBLE else total_s)
     if schedule == ZERO_BUBBLE and chunks == 1:
         share = min((f / (f + b) for f, b in work if f + b > 0), default=0.0)
         return max(late_s, pipeline_bound_s(total_s, pp, micro_batches, share) if share else 0.0)
@@ -207,15 +209,17 @@ class _Search:
             self._try_each(c for c in self.space.neighbours(at) if c not in self.outcomes)
 
     def _try_each(self, configurations: Iterable[Configuration]) -> None:
-        """Solve those that might win, the least bound first."""
+        """Solve those that might win: the usual order of axes and few stages a rank first, then by their bounds."""
         promising = []
         for number, configuration in enumerate(configurations):
             if self.within is None or self.within(configuration):
                 try:
-                    promising.append((self._bound_s(configuration, 0), number, configuration))
+                    bound_s = self._bound_s(configuration, 0)
+                    is_unusual = configuration.mesh != configuration.shape.mesh
+                    promising.append((is_unusual, configuration.chunks, bound_s, number, configuration))
                 except BadInput:
                     continue
-        for bound_s, _, configuration in sorted(promising):
+        for *_, bound_s, _, configuration in sorted(promising):
             if self.cannot_win(bound_s) or self._must_stop(USUAL_WORK):
                 continue
             try:
@@ -260,7 +264,9 @@ class _Search:
         """On an interrupt, after the time limit, or without one after so much of MOST_WORK."""
         if self.deadline is not None:
             return self.interrupted or time.monotonic() > self.deadline
-        return self.interrupted or (self.best is not None and self.evaluator.work_done - self.start > share * self.most_work)
+        return self.interrupted or (
+            self.best is not None and self.evaluator.work_done - self.start > share * self.most_work
+        )
 
     # --- bounds -------------------------------------------------------------------------------------------------------
 
