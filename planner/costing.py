@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 
 from costmodels.collectives import LOCAL_MOVES, collective_time_s
@@ -52,7 +53,7 @@ class Pricing:
     mesh: Mesh
     optimizer: str = "adamw"
     zero: int = 0
-    micro_batches: int = 1
+    micro_batches: int | Fraction = 1
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def _claim(plan: Plan) -> Iterator[Check]:
         ("best", ("best",), _best(plan)),
         ("solved", ("best", "solved"), _solved(plan)),
         ("pruned", ("pruned",), _pruned(plan)),
-        ("open", ("open",), _open(plan)),
+        ("open", ("open", "tried"), _open(plan)),
         ("infeasible", ("infeasible",), _infeasible(plan)),
     ):
         count = sum(entry.outcome in outcomes for entry in plan.searched)
@@ -115,9 +115,9 @@ def _pruned(plan: Plan) -> Iterator[str]:
 
 
 def _open(plan: Plan) -> Iterator[str]:
-    for entry in _of(plan, ("open",)):
+    for entry in _of(plan, ("open", "tried")):
         if entry.bound_s < plan.bound_s * (1 - TOLERANCE):
-            yield f"{entry.configuration} is open with {entry.bound_s:.9g} s, below the plan's bound"
+            yield f"{entry.configuration} is {entry.outcome} with {entry.bound_s:.9g} s, below the plan's bound"
 
 
 def _infeasible(plan: Plan) -> Iterator[str]:

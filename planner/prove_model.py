@@ -182,7 +182,7 @@ def _one_stage(entry: Searched, part: Part, plan: Plan, evaluator: Evaluator) ->
     if not frontier.exact:
         return "", False
     if label is None:
-        found = entry.outcome in ("infeasible", "pruned", "open")
+        found = entry.outcome in ("infeasible", "pruned", "tried", "open")
         return ("" if found else f"{entry.configuration} is called {entry.outcome}, but does not fit"), True
     stage = stage_estimate(costs, label.recompute, 1, True)
     best_s = estimate_step([stage], configuration.schedule, configuration.micro_batches, limit).step_time_s

@@ -25,10 +25,10 @@ from planner.errors import Infeasible, OutOfTime
 from planner.ir.graph import Graph
 from planner.ir.layout import REPLICATED, WHOLE
 from planner.ir.mesh import Mesh
-from planner.ir.plan import Estimate, Plan
+from planner.ir.plan import Estimate, Plan, Searched
 from planner.ir.verify import verify_plan
-from planner.schedules import in_flight
-from planner.segment_cost import stage_estimate
+from planner.schedules import held
+from planner.segment_cost import stage_estimates
 from planner.segments import node_classes
 from planner.shard import SHARED
 from planner.sharding_rules import Strategy, rule_of, strategies
@@ -36,9 +36,11 @@ from planner.sharding_rules.cuts import find_cuts
 from planner.simulate import StageTimes, estimate_step, lower_bound_s
 from planner.sizes import format_bytes
 from planner.solve import search as search_module
-from planner.solve.configuration import FAST, LEAN, Configuration, Evaluator, Problem
+from planner.solve.configuration import FAST, LEAN, VARIANTS, Evaluator, Problem
 from planner.solve.letters import Letters, whole_letters
-from planner.solve.search import configurations, pipeline_bound_s, search
+from planner.solve.linear_program import NoSolution
+from planner.solve.search import _Search, pipeline_bound_s, search
+from planner.solve.space import Configuration, Region, Space
 from planner.strategies import plan_by_hand
 from planner.trace import Batch, trace
 from tests.models import gpt_tied, mlp
@@ -68,23 +70,39 @@ def splits(segments: int, pp: int) -> Iterator[tuple[tuple[int, int], ...]]:
 
 
 def every_plan(evaluator: Evaluator, configuration: Configuration) -> Iterator[Estimate]:
-    """Every split and every choice of segments to recompute, under both variants of the strategies."""
+    """Every split and every choice of recomputation, under all variants of the strategies."""
     limit = evaluator.problem.memory_limit_bytes
-    mesh, count = configuration.mesh, evaluator.segments
-    for variant in (FAST, LEAN) if mesh.tp > 1 else (FAST,):
-        costs = evaluator.costs(configuration, evaluator.letters(configuration, variant))
-        for stages in splits(count, mesh.pp):
-            for recompute in itertools.product(*(c.recomputations for c in costs)):
-                parts = [
-                    stage_estimate(
-                        costs[first:end],
-                        recompute[first:end],
-                        in_flight(configuration.schedule, mesh.pp, configuration.micro_batches, number),
-                        number == mesh.pp - 1,
-                    )
-                    for number, (first, end) in enumerate(stages)
-                ]
-                yield estimate_step(parts, configuration.schedule, configuration.micro_batches, limit)
+    mesh, m, count = configuration.mesh, configuration.micro_batches, evaluator.segments
+    schedule, chunks = configuration.schedule, configuration.chunks
+    most = held(schedule, mesh.pp, m, chunks)
+    words = ("none",) if schedule == "zero-bubble" else ("none", "selective", "full")
+    for variant in VARIANTS if mesh.tp > 1 else (FAST,):
+        try:
+            costs = evaluator.costs(configuration, evaluator.letters(configuration, variant))
+        except NoSolution:
+            continue
+        for stages in splits(count, mesh.pp * chunks):
+            sizes = [end - first for first, end in stages]
+            if chunks > 1 and max(sizes) - min(sizes) > 1:
+                continue
+            for recompute in itertools.product(words, repeat=count):
+                if all(word in cost.recomputations for word, cost in zip(recompute, costs, strict=True)):
+                    parts = stage_estimates(costs, stages, recompute, most)
+                    yield estimate_step(parts, schedule, m, limit, chunks)
+
+
+def space(problem: Problem, segments: int) -> list[Configuration]:
+    return list(Space(problem.cluster, problem.graph.batch_size, segments))
+
+
+def entry_of(plan: Plan, configuration: Configuration) -> Searched:
+    """What the record says about a configuration: its own entry, or that of the part that holds it."""
+    names = {str(configuration), str(configuration.shape)}
+    regions = (Region(configuration.mesh.tp), Region(configuration.mesh.tp, configuration.mesh.dp))
+    found = [item for item in plan.searched if item.configuration in names | {str(region) for region in regions}]
+    own = [item for item in found if item.configuration == str(configuration)]
+    assert own or len(found) == 1, configuration
+    return (own or found)[0]
 
 
 # Ample memory; only with recomputation, ZeRO or cut weights; the same on a slow link.
@@ -94,7 +112,8 @@ def test_nothing_in_the_space_is_better(limit_bytes: int, bandwidth: float) -> N
     problem = Problem("mlp", small_graph(), cluster(bandwidth), "adamw", "float32", limit_bytes)
     evaluator = Evaluator(problem)
     best: dict[str, float] = {}
-    for configuration in configurations(GPUS, ROWS, evaluator.segments):
+    configurations = space(problem, evaluator.segments)
+    for configuration in configurations:
         fitting = [e.step_time_s for e in every_plan(evaluator, configuration) if e.fits]
         if fitting:
             best[str(configuration)] = min(fitting)
@@ -106,11 +125,11 @@ def test_nothing_in_the_space_is_better(limit_bytes: int, bandwidth: float) -> N
     verify_plan(plan, problem.graph)
     assert plan.objective_s == pytest.approx(min(best.values()), rel=1e-9)
     assert plan.bound_s <= plan.objective_s * (1 + 1e-9)
-    seen = {item.configuration: item for item in plan.searched}
-    assert set(seen) == {str(c) for c in configurations(GPUS, ROWS, evaluator.segments)}
-    for name, objective_s in best.items():
-        assert seen[name].outcome != "infeasible", name
-        assert seen[name].bound_s <= objective_s * (1 + 1e-9), f"the bound of {name} is not one"
+    for configuration in configurations:
+        entry = entry_of(plan, configuration)
+        if str(configuration) in best:
+            assert entry.outcome != "infeasible", configuration
+            assert entry.bound_s <= best[str(configuration)] * (1 + 1e-9), f"the bound of {configuration} is not one"
 
 
 def test_a_plan_is_the_same_every_time() -> None:
@@ -170,38 +189,54 @@ def test_the_bound_of_a_configuration_holds_for_any_strategies(make: Callable[..
     on = made_up(4, kind=kind, gpus_per_node=2, launch_s=1e-8, latency_s=1e-7, flops_per_s=1e11)
     ample = Evaluator(made_problem(graph, on))
     compared = 0
-    space = list(configurations(4, graph.batch_size, ample.segments))
-    for configuration in draw.sample(space, 10):
+    everything = [c for c in space(ample.problem, ample.segments) if c.chunks == 1 and c.schedule != "zero-bubble"]
+    for configuration in draw.sample(everything, 10):
         costs = ample.costs(configuration, any_letters(ample, configuration, draw))
         mesh, micro_batches, schedule = configuration.mesh, configuration.micro_batches, configuration.schedule
         every = list(every_choice(costs, mesh.pp, micro_batches, schedule))
         sizes = sorted(max(x.memory_bytes) for x in every)
         for limit in (AMPLE, sizes[len(sizes) // 2], sizes[len(sizes) // 8], sizes[0]):
-            evaluator = Evaluator(made_problem(graph, on, limit))
-            work_s = evaluator.work_s(mesh.dp, micro_batches) + evaluator.forced_recomputation_s(configuration)
-            bound_s = pipeline_bound_s(work_s / mesh.tp, mesh.pp, micro_batches)
+            looking = _Search(Evaluator(made_problem(graph, on, limit)), None, None, None)
             least_s = min(x.step_time_s for x in every if max(x.memory_bytes) <= limit)
-            assert bound_s <= least_s * (1 + 1e-9), (str(configuration), limit)
+            parts = (Region(mesh.tp), Region(mesh.tp, mesh.dp), configuration.shape, configuration, configuration)
+            for sharpness, part in zip((0, 0, 0, 0, 1), parts, strict=True):
+                bound_s = looking._bound_s(part, sharpness)
+                assert bound_s <= least_s * (1 + 1e-9), (str(part), str(configuration), limit)
             compared += 1
     assert compared == 40
 
 
-@pytest.mark.parametrize(("make", "near"), [(mlp, 0.0), (gpt_tied, 0.5)])
-def test_no_strategies_work_less_than_the_bound_of_the_fast_ones(make: Callable[..., object], near: float) -> None:
-    """Neither the lean ones nor random ones; and where weights cost little the bound is not far below their own work."""
+@pytest.mark.parametrize("make", [mlp, gpt_tied])
+def test_no_strategies_take_less_than_the_bound_of_the_fast_ones(make: Callable[..., object]) -> None:
+    """Neither the lean ones nor random ones: work of all micro-batches, and what is paid once a step."""
     graph, draw = graph_of(make), random.Random(1)
     evaluator = Evaluator(made_problem(graph, made_up(4, kind="gpu", launch_s=1e-8, latency_s=1e-7, flops_per_s=1e11)))
     compared = 0
     for mesh in (Mesh(tp=4), Mesh(dp=2, tp=2), Mesh(pp=2, tp=2)):
         configuration = Configuration(mesh, 2, 0, "1f1b")
         fast, lean = (evaluator.letters(configuration, variant) for variant in (FAST, LEAN))
-        works = [
-            sum(c.forward_s + c.backward_s for c in evaluator.costs(configuration, letters))
+        times = [
+            sum(
+                2 * (c.forward_s + c.backward_s) + c.gradient_sync_per_step_s + c.optimizer_per_step_s
+                for c in evaluator.costs(configuration, letters)
+            )
             for letters in (fast, lean, *(any_letters(evaluator, configuration, draw) for _ in range(10)))
         ]
-        assert near * works[0] <= fast.work_bound_s <= min(works) * (1 + 1e-9)
-        compared += len(works)
+        assert 0 < evaluator.least_s(mesh.tp, mesh.dp, 2) <= min(times) * (1 + 1e-9)
+        compared += len(times)
     assert compared == 36
+
+
+@pytest.mark.parametrize("make", [mlp, gpt_tied])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_many_small_runs_cost_no_less_than_one(make: Callable[..., object], tp: int) -> None:
+    """What makes the bound of a region one: prices are subadditive in the rows."""
+    graph = graph_of(make)
+    evaluator = Evaluator(made_problem(graph, made_up(8, gpus_per_node=4)))
+    for dp, m in ((1, 2), (1, 4), (2, 1), (2, 2)):
+        steps = dp
+        whole_s = evaluator.least_s(tp, 1, 1, steps)
+        assert whole_s <= dp * evaluator.least_s(tp, dp, m) * (1 + 1e-9), (dp, m)
 
 
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=6), st.integers(1, 12))
@@ -225,10 +260,10 @@ def test_the_pipeline_bound_is_reached() -> None:
 def test_every_configuration_is_in_the_record_once(limit_bytes: int) -> None:
     problem = Problem("mlp", small_graph(), cluster(1e10), "adamw", "float32", limit_bytes)
     plan = search(problem)
+    for configuration in space(problem, len(plan.segments)):
+        entry_of(plan, configuration)
     names = [item.configuration for item in plan.searched]
-    segments = len(plan.segments)
-    assert sorted(names) == sorted(str(c) for c in configurations(GPUS, ROWS, segments))
-    assert plan.gap <= 1e-9
+    assert len(set(names)) == len(names)
     assert [item.outcome for item in plan.searched].count("best") == 1
     assert plan.searched[0].outcome == "best" and plan.searched[0].objective_s == plan.objective_s
     for item in plan.searched:
@@ -238,27 +273,38 @@ def test_every_configuration_is_in_the_record_once(limit_bytes: int) -> None:
         if item.outcome == "solved":
             assert item.objective_s is not None and item.objective_s >= plan.objective_s * (1 - 1e-9)
         if item.outcome == "infeasible":
-            assert "too much on stage" in item.reason
+            assert item.reason
 
 
 def test_the_space() -> None:
-    found = list(configurations(4, 8, 3))
+    found = list(Space(made_up(4), 8, 3))
     assert len(set(found)) == len(found)
     assert {str(c.mesh) for c in found} == {"tp4", "dp2.tp2", "dp4", "pp2.tp2", "pp2.dp2"}  # 3 segments: no pp4
     assert {c.micro_batches for c in found if c.mesh.dp == 2} == {1, 2, 4}
     for c in found:
         assert c.zero == 0 or c.mesh.dp > 1
-        assert c.schedule == "gpipe" or c.micro_batches >= c.mesh.pp
+        assert c.schedule == "gpipe" or c.micro_batches >= c.mesh.pp or c.mesh.pp > 1
         assert c.mesh.pp > 1 or c.schedule == "1f1b"
-    assert list(configurations(1, 3, 1)) == [Configuration(Mesh(), m, 0, "1f1b") for m in (1, 3)]
-    assert not list(configurations(1, 8, 0))
+        assert c.stages <= 3
+    assert list(Space(made_up(1), 3, 1)) == [Configuration(Mesh(), m, 0, "1f1b") for m in (1, 3)]
+    assert not list(Space(made_up(1), 8, 0))
+
+
+def test_orders_that_differ_in_links_are_told_apart() -> None:
+    one_node, two_nodes = Space(made_up(8), 8, 4), Space(made_up(8, gpus_per_node=4), 8, 4)
+    mesh = Mesh(2, 2, 2)
+    assert one_node.orders(mesh) == (mesh,)
+    assert {str(m) for m in two_nodes.orders(mesh)} == {
+        "pp2.dp2.tp2", "dp2.pp2.tp2", "pp2.tp2.dp2", "tp2.pp2.dp2", "dp2.tp2.pp2", "tp2.dp2.pp2"
+    }  # fmt: skip
+    assert {str(m) for m in two_nodes.orders(Mesh(dp=4, tp=2))} == {"dp4.tp2", "tp2.dp4"}
 
 
 def test_on_one_stage_more_micro_batches_need_less_memory() -> None:
     """They run one after the other, forward and backward, as the runtime does."""
     evaluator = Evaluator(Problem("mlp", small_graph(), cluster(1e10), "adamw", "float32", 10**9))
     peaks = []
-    for configuration in (c for c in configurations(GPUS, ROWS, evaluator.segments) if str(c.mesh) == "tp4"):
+    for configuration in (c for c in space(evaluator.problem, evaluator.segments) if str(c.mesh) == "tp4"):
         letters = whole_letters(evaluator.split(1, configuration.micro_batches).graph)
         plan = evaluator.build_plan(configuration, letters, ((0, 4),), ("none",) * 4, "x")
         peaks.append(plan.estimate.stages[0].memory.activations_bytes)
@@ -292,12 +338,10 @@ def test_when_time_runs_out_the_best_so_far_comes_back(monkeypatch: pytest.Monke
             outcomes.add("none")
             continue
         verify_plan(plan, problem.graph)
-        assert len(plan.searched) == len(whole.searched)
         assert plan.bound_s <= whole.objective_s * (1 + 1e-9)
         assert plan.objective_s >= whole.objective_s * (1 - 1e-9)
-        outcomes.add("open" if plan.gap > 1e-9 else "proven")
-        assert any(item.outcome == "open" for item in plan.searched) or plan.gap <= 1e-9
-    assert outcomes == {"none", "open", "proven"}
+        outcomes.add("open" if any(item.outcome == "open" for item in plan.searched) else "whole")
+    assert outcomes == {"none", "open", "whole"}
 
 
 def test_an_interrupt_gives_the_best_so_far_or_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +371,7 @@ def test_progress_counts_up() -> None:
     problem = Problem("mlp", small_graph(), cluster(1e10), "adamw", "float32", 10**9)
     seen: list[tuple[int, int]] = []
     plan = search(problem, progress=lambda what, done, total: seen.append((done, total)))
-    assert seen and seen == sorted(seen) and {total for _, total in seen} == {len(plan.searched)}
+    assert seen and seen == sorted(seen) and seen[-1][0] == len(plan.searched) <= seen[-1][1]
 
 
 # --- what does not fit ------------------------------------------------------------------------------------------------
@@ -339,7 +383,7 @@ def test_the_missing_bytes_and_the_devices_that_would_do() -> None:
     evaluator = Evaluator(problem)
     peaks = [
         estimate.peak_memory_bytes
-        for configuration in configurations(GPUS, ROWS, evaluator.segments)
+        for configuration in space(problem, evaluator.segments)
         for estimate in every_plan(evaluator, configuration)
     ]
     with pytest.raises(Infeasible) as refused:
@@ -389,7 +433,7 @@ def test_another_process_writes_the_same_bytes() -> None:
 def test_a_gpt_with_fast_links_and_much_memory_is_data_parallel() -> None:
     on = made_up(4, flops_per_s=1e11, link_bytes_per_s=1e12, latency_s=1e-7, launch_s=1e-7)
     plan = search(made_problem(graph_of(gpt_tied), on))
-    assert (plan.mesh, plan.gap) == (Mesh(dp=4), 0.0)
+    assert plan.mesh == Mesh(dp=4) and plan.gap < 0.06
     assert plan.micro_batches == 1 and set(plan.recompute) == {"none"}
 
 

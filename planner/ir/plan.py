@@ -142,8 +142,11 @@ class Estimate:
 class Searched:
     """One configuration the search looked at: its lower bound, and what became of it.
 
-    ``outcome``: 'best', 'solved' (its best plan costs ``objective_s``), 'pruned' (its bound is no better than the
-    best), 'infeasible' (``reason``), or 'open' (time ran out).
+    A coarser one stands for all it contains: 'tp8 dp* mb=*', 'tp8 dp2 mb=*', 'pp4.dp2.tp8 mb=16'.
+
+    ``outcome``: 'best', 'solved' (the best plan found costs ``objective_s``), 'tried' (no plan better than the best was
+    found, but its bound does not rule one out), 'pruned' (its bound is no better than the best), 'infeasible'
+    (``reason``), or 'open' (not reached in the time or work there was).
     """
 
     configuration: str

@@ -15,7 +15,7 @@ from planner.schedules import ZERO_BUBBLE, check
 from planner.simulate import estimate_step
 
 ZERO_STAGES = (0, 3)
-OUTCOMES = ("best", "solved", "pruned", "infeasible", "open")
+OUTCOMES = ("best", "solved", "tried", "pruned", "infeasible", "open")
 REMEDY = "Undo the edit, or write the plan again with 'planner plan'."
 TOLERANCE = 1e-9  # relative, between a stored figure and the same figure computed again
 

@@ -246,7 +246,7 @@ def _groups(layouts: list[OperatorLayout], axes: list[str]) -> list[list[Operato
     return groups
 
 
-_ORDER = {"best": 0, "solved": 1, "open": 2, "pruned": 3, "infeasible": 4}
+_ORDER = {"best": 0, "solved": 1, "tried": 2, "open": 3, "pruned": 4, "infeasible": 5}
 
 
 def _searched(plan: Plan) -> Iterator[RenderableType]:
@@ -270,5 +270,5 @@ def _searched(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _why(entry: Searched) -> Text:
-    words = {"pruned": "bound no better than the best", "open": "time ran out"}
+    words = {"pruned": "bound no better than the best", "tried": "nothing better found", "open": "not reached"}
     return Text(entry.reason or words.get(entry.outcome, ""))

@@ -14,7 +14,7 @@ from planner.report.figures import summary
 from planner.report.tables import heading, table
 from planner.sizes import format_seconds
 
-ORDER = ("best", "solved", "open", "pruned", "infeasible")
+ORDER = ("best", "solved", "tried", "open", "pruned", "infeasible")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def proof_report(proof: Proof) -> RenderableType:
 def record_report(plan: Plan) -> RenderableType:
     """Every configuration searched, with its bound and outcome, the best first."""
     rows = table("configuration", "outcome", ">step time", ">lower bound", "why")
-    words = {"pruned": "bound no better than the best", "open": "time ran out"}
+    words = {"pruned": "bound no better than the best", "tried": "nothing better found", "open": "not reached"}
     for entry in sorted(plan.searched, key=_rank):
         rows.add_row(
             Text(entry.configuration),

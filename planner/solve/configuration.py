@@ -128,7 +128,7 @@ class Evaluator:
             return self.work_s(dp, micro_batches) * micro_batches
         configuration = Configuration(Mesh(dp=dp, tp=tp), micro_batches, 3, "1f1b")
         graph = self.split(dp, micro_batches).graph
-        pricing = replace(self.pricing(configuration), micro_batches=micro_batches / steps)
+        pricing = replace(self.pricing(configuration), micro_batches=Fraction(micro_batches, steps))
         kept = self._kept_in_all_pieces(dp, micro_batches, tp, None)
         self.work_done += len(graph.nodes)
         return solve_letters(graph, pricing, self.folded.weights, kept).bound_s * micro_batches
@@ -195,6 +195,10 @@ class Evaluator:
             except NoSolution:
                 pass  # not all weights can be cut: as the fast ones
         return self._solved_letters(configuration, variant, keep, held)
+
+    def leanest_letters(self, configuration: Configuration) -> Letters:
+        """Strategies on tp with a price on memory and no limit, for what fits nowhere."""
+        return self._solved_letters(configuration, LEAN, None, 1.0)
 
     def _solved_letters(self, configuration: Configuration, variant: str, keep: Keep | None, held: float) -> Letters:
         mesh = configuration.mesh

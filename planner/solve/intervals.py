@@ -51,7 +51,8 @@ class Interval:
 
     @property
     def times(self) -> StageTimes:
-        return StageTimes(self.forward_s, self.total_s - self.forward_s, self.transfer_s, self.weight_backward_s)
+        backward_s = self.total_s - self.forward_s
+        return StageTimes(self.forward_s, backward_s, self.transfer_s, min(self.weight_backward_s, backward_s))
 
 
 class Intervals:

@@ -231,7 +231,7 @@ class _Program:
         local = replace(leaf.value, shape=pair.value.local_shape(leaf.value.shape, self.k))
         per_step = parameter_step_s(local, leaf, pair, self.pricing)
         held = STATES_A_WEIGHT * local.size_bytes
-        return per_step / self.pricing.micro_batches * MICROSECONDS_PER_S + self.us_per_byte * held
+        return per_step / float(self.pricing.micro_batches) * MICROSECONDS_PER_S + self.us_per_byte * held
 
     # --- conversions --------------------------------------------------------------------------------------------------
 
@@ -394,21 +394,24 @@ def _with_operands(node: Node, names: list[str]) -> Node:
 
 
 def parameter_step_s(local: Value, leaf: Leaf, pair: Pair, pricing: Pricing) -> float:
-    """Seconds a parameter costs once a step on one device: its update, its reduction over tp where partial, over dp."""
+    """Seconds a parameter adds to a step on one device: its update, its reduction over tp where partial, over dp.
+
+    Those of a segment are done together, so no parameter pays for starting them: the sum is no more than what they take.
+    """
     if not leaf.trainable:
         return 0.0
     mesh, cluster = pricing.mesh, pricing.cluster
     size = local.size_bytes
-    updated = size if pricing.zero == 0 else size / mesh.dp
+    updated = size if pricing.zero == 0 else size // mesh.dp
     total = optimizer_step_s(updated, pricing.optimizer, cluster.device) - cluster.device.kernel_launch_s
     if pair == REPLICATED and mesh.tp > 1:
-        total += collective_time_s("all_reduce", size, mesh.tp, mesh.stride("tp"), cluster)
-    if mesh.dp > 1:
-        total += _over_dp(size, mesh.dp, mesh.stride("dp"), cluster)
+        total += _reduction_s(size, mesh.tp, mesh.stride("tp"), cluster)
+    if mesh.dp > 1 and cluster.device.kind == "cpu":  # elsewhere backward hides it
+        total += _reduction_s(size, mesh.dp, mesh.stride("dp"), cluster)
     return max(total, 0.0)
 
 
-def _over_dp(size: int, dp: int, stride: int, cluster: Cluster) -> float:
-    if cluster.device.kind != "cpu":
-        return 0.0
-    return collective_time_s("all_reduce", size, dp, stride, cluster)
+def _reduction_s(size: int, degree: int, stride: int, cluster: Cluster) -> float:
+    """An all-reduce without its latency."""
+    one, none = (collective_time_s("all_reduce", x, degree, stride, cluster) for x in (size, 0))
+    return one - none

@@ -174,6 +174,7 @@ class _Search:
         self.least_s: dict[tuple[int, int, float], dict[int, float]] = {}
         self.numbers = itertools.count()
         self.interrupted = self.done = False
+        self.total = 0
         self.start = evaluator.work_done
         self.most_work = MOST_WORK + MOST_WORK_A_SEGMENT * evaluator.segments
         self.outcomes: dict[Configuration, _Outcome] = {}
@@ -243,7 +244,8 @@ class _Search:
                 self._try(entry)
             if self.progress is not None:
                 finished = len(self.searched)
-                self.progress("searching", finished, finished + len(self.heap))
+                self.total = max(self.total, finished + len(self.heap))
+                self.progress("searching", finished, self.total)
         self.done = True
 
     def _try(self, entry: _Entry) -> None:
@@ -370,7 +372,7 @@ class _Search:
         elif outcome.objective_s is not None:
             self._record(configuration, min(bound_s, outcome.objective_s), "solved", outcome.objective_s)
         else:
-            self._record(configuration, bound_s, "pruned" if self.cannot_win(bound_s) else "open")
+            self._record(configuration, bound_s, "pruned" if self.cannot_win(bound_s) else "tried")
 
     def _outcome(self, configuration: Configuration) -> _Outcome:
         """Solve for stages and recomputation under the fast letters, and under others where memory is short; once."""
@@ -450,9 +452,9 @@ class _Search:
             searched.append(item)
         if not any(item.outcome == "best" for item in searched):
             searched.append(Searched(str(best.configuration), self.best_s, "best", self.best_s))
-        open_bounds = [s.bound_s for s in searched if s.outcome in ("open", "pruned", "solved", "best")]
+        open_bounds = [s.bound_s for s in searched if s.outcome != "infeasible"]
         bound_s = min([*open_bounds, self.best_s])
-        order = {"best": 0, "solved": 1, "open": 2, "pruned": 3, "infeasible": 4}
+        order = {"best": 0, "solved": 1, "tried": 2, "open": 3, "pruned": 4, "infeasible": 5}
         searched.sort(key=lambda s: (order[s.outcome], s.objective_s or s.bound_s, s.configuration))
         return self.evaluator.build_plan(
             best.configuration,
@@ -492,7 +494,11 @@ class _Search:
             if found is not None and bytes_ - self.problem.memory_limit_bytes >= found[0]:
                 break
             for variant in (FAST, LEAN) if configuration.mesh.tp > 1 else (FAST,):
-                costs = self.evaluator.costs(configuration, self.evaluator.letters(configuration, variant))
+                try:
+                    letters = self.evaluator.letters(configuration, variant)
+                except NoSolution:
+                    letters = self.evaluator.leanest_letters(configuration)
+                costs = self.evaluator.costs(configuration, letters)
                 missing = least_missing(
                     costs,
                     configuration.mesh.pp,
