@@ -107,7 +107,7 @@ class Part:
 
 
 def parse_part(text: str, devices: int) -> Part:
-    """Read ``tp8``, ``pp4.dp2.tp8 mb=16`` or a whole configuration. Raises ValueError."""
+    """Read ``tp8``, ``pp4.dp2.tp8``, ``pp4.dp2.tp8 mb=16`` or a whole configuration. Raises ValueError."""
     first, *words = text.split()
     mesh = Mesh.parse(first)
     options = {}
@@ -117,6 +117,8 @@ def parse_part(text: str, devices: int) -> Part:
             raise ValueError(f"{text!r} is no part of the space: {word!r}")
         options[match[1]] = match[2]
     if "mb" not in options:
+        if mesh.size == devices:
+            return Part(mesh.tp, mesh)
         if mesh.pp > 1 or mesh.dp > 1 or devices % mesh.tp:
             raise ValueError(f"{text!r} is no part of the space")
         return Part(mesh.tp)

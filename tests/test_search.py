@@ -98,7 +98,7 @@ def space(problem: Problem, segments: int) -> list[Configuration]:
 def entry_of(plan: Plan, configuration: Configuration) -> Searched:
     """What the record says about a configuration: its own entry, or that of the part that holds it."""
     names = {str(configuration), str(configuration.shape)}
-    regions = (Region(configuration.mesh.tp), Region(configuration.mesh.tp, configuration.mesh.dp))
+    regions = (Region(configuration.mesh.tp), Region(configuration.mesh.tp, configuration.shape.mesh))
     found = [item for item in plan.searched if item.configuration in names | {str(region) for region in regions}]
     own = [item for item in found if item.configuration == str(configuration)]
     assert own or len(found) == 1, configuration
@@ -198,7 +198,13 @@ def test_the_bound_of_a_configuration_holds_for_any_strategies(make: Callable[..
         for limit in (AMPLE, sizes[len(sizes) // 2], sizes[len(sizes) // 8], sizes[0]):
             looking = _Search(Evaluator(made_problem(graph, on, limit)), None, None, None)
             least_s = min(x.step_time_s for x in every if max(x.memory_bytes) <= limit)
-            parts = (Region(mesh.tp), Region(mesh.tp, mesh.dp), configuration.shape, configuration, configuration)
+            parts = (
+                Region(mesh.tp),
+                Region(mesh.tp, configuration.shape.mesh),
+                configuration.shape,
+                configuration,
+                configuration,
+            )
             for sharpness, part in zip((0, 0, 0, 0, 1), parts, strict=True):
                 bound_s = looking._bound_s(part, sharpness)
                 assert bound_s <= least_s * (1 + 1e-9), (str(part), str(configuration), limit)

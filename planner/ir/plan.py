@@ -142,7 +142,7 @@ class Estimate:
 class Searched:
     """One configuration the search looked at: its lower bound, and what became of it.
 
-    A coarser one stands for all it contains: 'tp8 dp* mb=*', 'tp8 dp2 mb=*', 'pp4.dp2.tp8 mb=16'.
+    A coarser one stands for all it contains: 'tp8', 'pp4.dp2.tp8', 'pp4.dp2.tp8 mb=16'.
 
     ``outcome``: 'best', 'solved' (the best plan found costs ``objective_s``), 'tried' (no plan better than the best was
     found, but its bound does not rule one out), 'pruned' (its bound is no better than the best), 'infeasible'

@@ -85,7 +85,7 @@ def _sharpest(part: Part) -> int:
 
 def _depth(part: Part) -> int:
     if isinstance(part, Region):
-        return 2 if part.dp else 3
+        return 3 if part.mesh is None else 2
     return 1 if isinstance(part, Shape) else 0
 
 
@@ -188,7 +188,7 @@ class _Search:
 
     def run(self) -> Plan:
         """Pure data parallelism first, which needs no program and gives a plan to beat; then everything else."""
-        pure = Region(1, self.problem.cluster.gpus)
+        pure = Region(1, Mesh(dp=self.problem.cluster.gpus))
         self._push([pure], self._cheapest_s())
         self._explore(pure)
         self._try_usual()
@@ -287,7 +287,7 @@ class _Search:
                 else:
                     heapq.heappush(self.heap, replace(entry, bound_s=bound_s, sharpness=entry.sharpness + 1))
             elif isinstance(part, Region):
-                parts = self.space.shapes(part) if part.dp else self.space.narrower(part)
+                parts = self.space.narrower(part) if part.mesh is None else self.space.shapes(part.mesh)
                 self._push(parts, entry.bound_s)
             elif isinstance(part, Shape):
                 self._push(self.space.configurations(part), entry.bound_s)
@@ -315,20 +315,21 @@ class _Search:
 
     def _region_bound_s(self, region: Region) -> float:
         """From its shapes, or the nearest smaller dp whose program is solved, where that is enough; else by its own."""
-        if not region.dp:
+        mesh = region.mesh
+        if mesh is None:
             regions = tuple(self.space.narrower(region))
             return self._region_bound_s(regions[0]) if regions else math.inf
         share = region.tp / self.problem.cluster.gpus
-        filled_s = min((self._bound_of_work_s(shape) for shape in self.space.shapes(region)), default=math.inf)
+        filled_s = min((self._bound_of_work_s(shape) for shape in self.space.shapes(mesh)), default=math.inf)
         if math.isinf(filled_s):
             return 0.0  # no shape is possible; each will say why
         if self.cannot_win(filled_s):
             return filled_s
         solved = self.least_s.setdefault((region.tp, 0, 1.0), {})
-        known = max((least_s for dp, least_s in solved.items() if dp <= region.dp), default=0.0) * share
-        if not self.cannot_win(known) and region.dp not in solved:
-            solved[region.dp] = self.evaluator.least_s(region.tp, 1, 1, region.dp)
-            known = solved[region.dp] * share
+        known = max((least_s for dp, least_s in solved.items() if dp <= mesh.dp), default=0.0) * share
+        if not self.cannot_win(known) and mesh.dp not in solved:
+            solved[mesh.dp] = self.evaluator.least_s(region.tp, 1, 1, mesh.dp)
+            known = solved[mesh.dp] * share
         return max(known, filled_s)
 
     def _bound_of_work_s(self, shape: Shape) -> float:

@@ -1,6 +1,6 @@
 """The space of a search, from coarse to fine.
 
-    Region           degree of tp, then of dp too       tp8 dp* mb=*, tp8 dp2 mb=*
+    Region           degree of tp, then all degrees     tp8, pp4.dp2.tp8
     Shape            and micro-batches                  pp4.dp2.tp8 mb=16
     Configuration    and order of axes, ZeRO, schedule  pp4.dp2.tp8 mb=16 zero=1 schedule=1f1b
 
@@ -29,13 +29,13 @@ from planner.schedules import IN_ROUNDS, ZERO_BUBBLE, check
 
 @dataclass(frozen=True)
 class Region:
-    """Everything with these degrees; ``dp`` 0: any."""
+    """Everything with this degree of tp, or (``mesh``, in the usual order of axes) with these degrees."""
 
     tp: int
-    dp: int = 0
+    mesh: Mesh | None = None
 
     def __str__(self) -> str:
-        return f"tp{self.tp} dp{self.dp or '*'} mb=*"
+        return f"tp{self.tp}" if self.mesh is None else str(self.mesh)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ Part = Region | Shape | Configuration
 def contains(part: Part, configuration: Configuration) -> bool:
     """Whether ``part`` of the space holds ``configuration``."""
     if isinstance(part, Region):
-        return part.tp == configuration.mesh.tp and part.dp in (0, configuration.mesh.dp)
+        return part.tp == configuration.mesh.tp and part.mesh in (None, configuration.shape.mesh)
     if isinstance(part, Shape):
         return part == configuration.shape
     return part == configuration
@@ -96,13 +96,13 @@ class Space:
         return (Region(tp) for tp in divisors(self.cluster.gpus))
 
     def narrower(self, region: Region) -> Iterator[Region]:
-        """A region of any dp, by the degree of dp, the least first."""
-        for dp in divisors(self.cluster.gpus // region.tp):
-            if dp <= self.batch and self.cluster.gpus // region.tp // dp <= self.segments:
-                yield Region(region.tp, dp)
+        """A region of any degrees of pp and dp, by those, the least dp first."""
+        gpus = self.cluster.gpus // region.tp
+        for dp in divisors(gpus):
+            if dp <= self.batch and gpus // dp <= self.segments:
+                yield Region(region.tp, Mesh(gpus // dp, dp, region.tp))
 
-    def shapes(self, region: Region) -> Iterator[Shape]:
-        mesh = Mesh(self.cluster.gpus // region.tp // region.dp, region.dp, region.tp)
+    def shapes(self, mesh: Mesh) -> Iterator[Shape]:
         return (Shape(mesh, m) for m in micro_batch_counts(self.batch, mesh.dp))
 
     def configurations(self, shape: Shape) -> Iterator[Configuration]:
@@ -160,7 +160,8 @@ class Space:
     def __iter__(self) -> Iterator[Configuration]:
         for wide in self.regions():
             for region in self.narrower(wide):
-                for shape in self.shapes(region):
+                assert region.mesh is not None
+                for shape in self.shapes(region.mesh):
                     yield from self.configurations(shape)
 
 
