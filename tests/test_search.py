@@ -86,6 +86,8 @@ def every_plan(evaluator: Evaluator, configuration: Configuration) -> Iterator[E
             if chunks > 1 and max(sizes) - min(sizes) > 1:
                 continue
             for recompute in itertools.product(words, repeat=count):
+                if chunks > 1 and any(len(set(recompute[first:end])) > 1 for first, end in stages):
+                    continue
                 if all(word in cost.recomputations for word, cost in zip(recompute, costs, strict=True)):
                     parts = stage_estimates(costs, stages, recompute, most)
                     yield estimate_step(parts, schedule, m, limit, chunks)

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from planner.ir.plan import RECOMPUTATIONS
 from planner.segment_cost import SegmentCost
 from planner.simulate import StageTimes
 from planner.solve.frontier import Frontier, Label
@@ -96,14 +97,21 @@ class Intervals:
         extra_s = self.frontier.least_extra_s(first, end, flight, self.limit_bytes) if label.extra_s else 0.0
         return self._with(stage, first, end, label, extra_s)
 
-    def each_label(self, stage: int, first: int, end: int) -> list[Interval]:
-        """The interval with every recomputation that may be worth it, whatever memory it takes."""
-        labels = self.frontier.labels(first, end)
-        return [
-            self._with(stage, first, end, label, label.extra_s)
-            for label in labels
-            if not self.in_two or set(label.recompute) == {"none"}
-        ]
+    def each_way(self, stage: int, first: int, end: int) -> list[Interval]:
+        """The interval with each way of recomputation for all its segments alike, whatever memory it takes."""
+        part = self.segments[first:end]
+        found = []
+        for word in RECOMPUTATIONS[:1] if self.in_two else RECOMPUTATIONS:
+            if all(word in segment.recomputations for segment in part):
+                ways = [segment.recomputation(word) for segment in part]
+                label = Label(
+                    sum(way.extra_s for way in ways),
+                    sum(way.kept_bytes for way in ways),
+                    max(way.again_bytes for way in ways),
+                    (word,) * len(part),
+                )
+                found.append(self._with(stage, first, end, label, label.extra_s))
+        return found
 
     def _with(self, stage: int, first: int, end: int, label: Label, extra_s: float) -> Interval:
         forward_s = self._forward[end] - self._forward[first]

@@ -390,7 +390,7 @@ class _Search:
         for variant in VARIANTS:
             letters = self.evaluator.letters(configuration, variant)
             costs = self.evaluator.costs(configuration, letters)
-            self.evaluator.work_done += configuration.stages * len(costs) // 8
+            self.evaluator.work_done += configuration.stages * len(costs) // 4
             choice = choose_stages(
                 costs,
                 configuration.mesh.pp,

@@ -10,8 +10,8 @@ configuration, the letters of the operators, the stages and the recomputation, i
     numbers of micro-batches     those that divide a rank's rows; powers of two where there are none
     orders of the axes           all that differ in the links an axis uses; one where all links are alike
     ZeRO                         0 to 3 on dp
-    schedules                    those that exist (planner.schedules.check); interleaved and zero-bubble with 1, 2, 4, ..
-                                 stages a rank, evenly filled where they are several
+    schedules                    those that exist (planner.schedules.check); interleaved and zero-bubble with 1, 2, 4 or 8
+                                 stages a rank; where they are several, evenly filled and each recomputed in one way
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from costmodels.hardware import Cluster
 from planner.ir.mesh import AXES, Mesh
 from planner.ir.plan import SCHEDULES
 from planner.schedules import IN_ROUNDS, ZERO_BUBBLE, check
+
+MOST_CHUNKS = 8
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ def schedules(pp: int, micro_batches: int, segments: int) -> Iterator[tuple[str,
         return
     for schedule in SCHEDULES:
         chunks = 1
-        while pp * chunks <= segments and (schedule in IN_ROUNDS or chunks == 1):
+        while pp * chunks <= segments and (chunks <= MOST_CHUNKS if schedule in IN_ROUNDS else chunks == 1):
             if not check(schedule, pp, micro_batches, chunks):
                 yield schedule, chunks
             chunks *= 2

@@ -16,8 +16,8 @@ finds is simulated and its critical path added; and again, until the program's T
 which is then proven. The search starts from an even split, improved by single moves of its cuts, which already rules out
 most intervals (intervals.py). Times are integers, a 2^36th of the time of that split, rounded down.
 
-With several stages a rank their memory is shared, so which recomputation is best is no matter of one stage: each that may be
-worth it is an interval of its own, and
+With several stages a rank their memory is shared, so which recomputation is best is no matter of one stage: each way, for all
+segments of a stage alike, is an interval of its own, and
 
     limit_memory      states + temporary + sum over a rank's stages of (micro-batches held) (bytes kept) <= limit
 
@@ -231,7 +231,7 @@ class _Problem:
         return self.chosen(best, bound_s)
 
     def even_rows(self) -> list[list[Interval]]:
-        """Of each stage, the intervals of even length, with every recomputation worth a thought."""
+        """Of each stage, the intervals of even length, with each way of recomputation."""
         stages = self.pp * self.chunks
         least, longer = divmod(len(self.segments), stages)
         rows = []
@@ -239,7 +239,7 @@ class _Problem:
             firsts = range(stage * least + max(0, longer - stages + stage), stage * least + min(stage, longer) + 1)
             edges = [(first, first + size) for first in firsts for size in (least, least + 1)]
             rows.append(
-                [x for edge in edges if edge[1] <= len(self.segments) for x in self.intervals.each_label(stage, *edge)]
+                [x for edge in edges if edge[1] <= len(self.segments) for x in self.intervals.each_way(stage, *edge)]
             )
         return rows
 
