@@ -238,6 +238,12 @@ def _fused(inputs: tuple[Tensor, ...], needs_grad: tuple[bool, ...], hint: Hint,
     return attention_is_fused(inputs[0][1], kind, hint, len(needs_grad) > 3 and needs_grad[3])
 
 
+def attention_statistics_bytes(queries: Tensor) -> int:
+    """Bytes of the log of each query's sum, which fused attention makes for its backward."""
+    shape, dtype = queries
+    return math.prod(shape[:-1]) * max(4, DTYPE_BYTES[dtype])
+
+
 def _attention_bytes(inputs: tuple[Tensor, ...], needs_grad: tuple[bool, ...], hint: Hint, kind: str) -> int:
     """Fused: the log of each query's sum, and a boolean mask as numbers.
 
@@ -247,7 +253,7 @@ def _attention_bytes(inputs: tuple[Tensor, ...], needs_grad: tuple[bool, ...], h
     rows, element = math.prod(q[:-1]), DTYPE_BYTES[dtype]
     mask = sum(numel(shape) * element for shape, mask_dtype in inputs[3:] if mask_dtype == "bool")
     if _fused(inputs, needs_grad, hint, kind):
-        return rows * max(4, element) + mask
+        return attention_statistics_bytes(inputs[0]) + mask
     scaled = size_bytes(inputs[0]) + size_bytes(inputs[1])
     matrix = rows * k[-2]
     if not hinted(hint, "dropout_p", 0.0):

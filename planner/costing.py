@@ -18,31 +18,21 @@ What overlaps (on a GPU; a CPU has no engine of its own for copies, there nothin
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import lru_cache
 
 from costmodels.collectives import LOCAL_MOVES, collective_time_s
 from costmodels.compute import operator_time_s, optimizer_step_s
 from costmodels.hardware import Cluster
-from costmodels.memory import StateBytes, gathered_bytes, saved_for_backward_bytes, state_bytes
-from costmodels.operators import argument_hint, is_view
+from costmodels.memory import StateBytes, attention_statistics_bytes, gathered_bytes, state_bytes
+from costmodels.operators import attention_is_fused
 from planner.ir.graph import DTYPE_BYTES, Graph, Leaf, Node, Value
 from planner.ir.layout import WHOLE, Pair, conversion
 from planner.ir.mesh import MICRO, Mesh
-from planner.segment_cost import SegmentCost
+from planner.saved import FUSED, SHAPE, SavedTensors, as_priced, run_again, saved_tensors, select, tensor
+from planner.segment_cost import Recomputation, SegmentCost
 from planner.segments import segment_nodes
-
-# Our operators, under the names the cost model knows.
-PRICED_AS: Mapping[str, str] = {
-    "attention_with_dropout": "aten.scaled_dot_product_attention.default",
-    "batch_norm": "aten.batch_norm.default",
-    "batch_norm_over": "aten.batch_norm.default",
-    "cross_entropy_sum": "aten.cross_entropy_loss.default",
-    "vocab_cross_entropy": "aten.cross_entropy_loss.default",
-    "vocab_embedding": "aten.embedding.default",
-    "dropout": "aten.dropout.default",
-}
 
 
 @dataclass(frozen=True)
@@ -69,12 +59,11 @@ class Cost:
     def total_s(self) -> float:
         return self.forward_s + self.backward_s
 
+    def plus(self, other: Cost) -> Cost:
+        return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
 
 FREE = Cost()
-
-
-def _tensor(value: Value) -> tuple[tuple[int, ...], str]:
-    return value.shape, value.dtype
 
 
 def node_cost(node: Node, values: Mapping[str, Value], pricing: Pricing) -> Cost:
@@ -85,17 +74,9 @@ def node_cost(node: Node, values: Mapping[str, Value], pricing: Pricing) -> Cost
         whole = whole_bytes(values[node.operands[0]], source, 1 if axis == MICRO else pricing.mesh.degree(axis))
         return conversion_cost(whole, source, target, axis, pricing)
     inputs = tuple(values[name] for name in node.operands)
-    op = PRICED_AS.get(node.op, node.op)
     needs = tuple(value.differentiable and node.output.differentiable for value in inputs)
-    hint = argument_hint(op, node.args, node.kwargs)
-    time = operator_time_s(
-        op,
-        tuple(map(_tensor, inputs)),
-        tuple(map(_tensor, node.outputs)),
-        needs,
-        pricing.cluster.device,
-        hint,
-    )
+    op, read, made, hint = as_priced(node, values)
+    time = operator_time_s(op, read, made, needs, pricing.cluster.device, hint)
     inner = _inner_collectives(node, inputs, pricing)
     return Cost(
         time.forward_s + inner.forward_s,
@@ -114,16 +95,9 @@ def weight_backward_s(node: Node, cost: Cost, of_weights: frozenset[str], graph:
         return 0.0
     if all(needed) or node.op == "convert":
         return cost.backward_s
-    inputs = tuple(values[name] for name in node.operands)
-    op = PRICED_AS.get(node.op, node.op)
-    time = operator_time_s(
-        op,
-        tuple(map(_tensor, inputs)),
-        tuple(map(_tensor, node.outputs)),
-        tuple(name in of_weights for name in node.operands),
-        pricing.cluster.device,
-        argument_hint(op, node.args, node.kwargs),
-    )
+    op, read, made, hint = as_priced(node, values)
+    needs = tuple(name in of_weights for name in node.operands)
+    time = operator_time_s(op, read, made, needs, pricing.cluster.device, hint)
     return min(cost.backward_s, time.backward_s)
 
 
@@ -284,22 +258,27 @@ def _segment_cost(
         tied_bytes = sum(leaf.value.size_bytes for leaf in tied)
         sync += collective_time_s("all_reduce", tied_bytes, 2, mesh.stride("pp"), cluster)
     stepped = sum(h.weights_bytes for h in held)
-    activations, kept_shared = _activations_bytes(graph, nodes, pricing)
+    saved = saved_tensors(graph, nodes, cluster.device.kind)
+    inputs = _inputs(graph, number, nodes)
+    own_nodes = [node for node in nodes if node.segment >= 0]
+    selective, full = _recomputations(graph, own_nodes, saved, inputs, pricing)
     return SegmentCost(
         forward_s=forward,
         backward_s=backward,
         forward_communication_s=forward_comm,
         backward_communication_s=backward_comm,
-        activations_bytes=activations,
-        input_bytes=_input_bytes(graph, number, nodes),
+        activations_bytes=saved.own_bytes,
+        input_bytes=sum(inputs.values()),
         weights_bytes=stepped + frozen_bytes,
         gradients_bytes=sum(h.gradients_bytes for h in held),
         optimizer_bytes=sum(h.optimizer_bytes for h in held),
-        temporary_bytes=temporary + kept_shared,
+        temporary_bytes=temporary + saved.shared,
         gradient_sync_per_step_s=sync,
         optimizer_per_step_s=optimizer_step_s(stepped, pricing.optimizer, cluster.device),
         transfer_s=transfer_s,
         weight_backward_s=for_weights,
+        selective=selective,
+        full=full,
     )
 
 
@@ -342,12 +321,15 @@ def crossing(graph: Graph, number: int) -> tuple[Value, ...]:
     )
 
 
-def _input_bytes(graph: Graph, number: int, nodes: Sequence[Node]) -> int:
+def _inputs(graph: Graph, number: int, nodes: Sequence[Node]) -> dict[str, int]:
+    """Name -> bytes of what earlier segments made and this one reads."""
     read = dict.fromkeys(name for node in nodes for name in node.operands)
     producers = graph.producers
-    return sum(
-        graph.values[name].size_bytes for name in read if name in producers and 0 <= producers[name].segment < number
-    )
+    return {
+        name: graph.values[name].size_bytes
+        for name in read
+        if name in producers and 0 <= producers[name].segment < number
+    }
 
 
 def _largest_bytes(graph: Graph, nodes: Iterable[Node]) -> int:
@@ -362,32 +344,40 @@ def _largest_bytes(graph: Graph, nodes: Iterable[Node]) -> int:
     return 2 * max(sizes, default=0)
 
 
-def _activations_bytes(graph: Graph, nodes: Sequence[Node], pricing: Pricing) -> tuple[int, int]:
-    """Bytes autograd keeps of one micro-batch, each storage once: (of the segment itself, of shared tensors)."""
-    values, leaves = graph.values, graph.leaf_by_name
-    root: dict[str, str] = {}
-    kept: dict[str, int] = {}
-    extra = 0
-    shared_names = {value.name for node in graph.nodes if node.segment < 0 for value in node.outputs}
-    for node in nodes:
-        inputs = tuple(values[name] for name in node.operands)
-        op = PRICED_AS.get(node.op, node.op)
-        tensors, results = tuple(map(_tensor, inputs)), tuple(map(_tensor, node.outputs))
-        hint = argument_hint(op, node.args, node.kwargs)
-        if node.op != "convert" and inputs and is_view(op, tensors, results, hint):
-            first = root.get(inputs[0].name, inputs[0].name)
-            root.update((value.name, first) for value in node.outputs)
-            continue
-        needs = tuple(value.differentiable for value in inputs)
-        if node.op == "convert" or not node.output.differentiable:
-            continue
-        for what, which in saved_for_backward_bytes(op, tensors, results, needs, hint, pricing.cluster.device.kind):
-            if what == "extra":
-                extra += which
-                continue
-            value = inputs[which] if what == "input" else node.outputs[which]
-            name = root.get(value.name, value.name)
-            if name not in leaves:
-                kept[name] = values[name].size_bytes
-    own = sum(size for name, size in kept.items() if name not in shared_names)
-    return own + extra, sum(size for name, size in kept.items() if name in shared_names)
+def _recomputations(
+    graph: Graph, nodes: Sequence[Node], saved: SavedTensors, inputs: Mapping[str, int], pricing: Pricing
+) -> tuple[Recomputation, Recomputation]:
+    """Selective and full recomputation of a segment with these ``nodes``; ``inputs``: name -> bytes of what it receives."""
+    again = run_again(graph, nodes)
+    how = select(graph, nodes)
+    stored: dict[str, int] = {}  # what selective recomputation keeps besides the inputs
+    held_anyway = 0
+    full, selective = Cost(), Cost()
+    for node in again:
+        cost = node_cost(node, graph.values, pricing)
+        full = full.plus(cost)
+        way = how.get(node.name)
+        if way == FUSED and not _is_fused(node, graph.values, pricing.cluster.device.kind):
+            way = None
+        if way is None:
+            selective = selective.plus(cost)
+        elif way != SHAPE:
+            stored[node.name] = node.output.size_bytes
+            if way == FUSED:
+                extra = attention_statistics_bytes(tensor(graph.values[node.operands[0]]))
+                stored[f"{node.name}, statistics"], held_anyway = extra, held_anyway + extra
+    own = sum(size for name, size in saved.own.items() if name not in inputs) + saved.extra
+    kept = sum(inputs.values())
+    held_anyway += sum(size for name, size in saved.own.items() if name in stored and name not in inputs)
+    return (
+        Recomputation(
+            selective.forward_s, selective.forward_communication_s, kept + sum(stored.values()), own - held_anyway
+        ),
+        Recomputation(full.forward_s, full.forward_communication_s, kept, own),
+    )
+
+
+def _is_fused(node: Node, values: Mapping[str, Value], kind: str) -> bool:
+    op, inputs, _, hint = as_priced(node, values)
+    mask_needs_grad = len(node.operands) > 3 and values[node.operands[3]].differentiable
+    return attention_is_fused(inputs[0][1], kind, hint, mask_needs_grad)

@@ -25,7 +25,7 @@ from planner.batch import check_count
 from planner.errors import BadInput
 from planner.ir.graph import Node
 from planner.ir.mesh import Mesh
-from planner.ir.plan import SCHEDULES, Plan
+from planner.ir.plan import RECOMPUTATIONS, SCHEDULES, Plan
 from planner.schedules import IN_ROUNDS, INTERLEAVED, ZERO_BUBBLE, check, in_equal_rounds
 from planner.segment_cost import SegmentCost
 from planner.sharding_rules import Strategy
@@ -102,12 +102,12 @@ def _options(words: Sequence[str], text: str) -> dict[str, int | str]:
             found[key] = int(value)
         elif key == "zero" and value in ("0", "3"):
             found[key] = int(value)
-        elif (key == "recompute" and value in ("none", "full")) or (key == "schedule" and value in SCHEDULES):
+        elif (key == "recompute" and value in RECOMPUTATIONS) or (key == "schedule" and value in SCHEDULES):
             found[key] = value
         else:
             raise BadInput(
                 f"strategy {text!r}: {word!r} is not an option; the options are mb=<number>, zero=0|3, "
-                f"recompute=none|full, schedule={'|'.join(SCHEDULES)}, v=<stages a rank>"
+                f"recompute={'|'.join(RECOMPUTATIONS)}, schedule={'|'.join(SCHEDULES)}, v=<stages a rank>"
             )
     return found
 

@@ -61,12 +61,17 @@ def parse_conversion(text: str) -> tuple[Pair, Pair]:
     return Pair.parse(source.strip()), Pair.parse(target.strip())
 
 
-def convert(x: torch.Tensor, axis: Axis, text: str) -> torch.Tensor:
+def convert(x: torch.Tensor, axis: Axis, text: str, known: torch.Tensor | None = None) -> torch.Tensor:
     """``x`` in another layout on ``axis``; its gradient is converted back. ``text``: ``'<pair> -> <pair>'``.
+
+    ``known``: the result, from an earlier call; then only the gradient is to come, and the values of ``x`` are not read.
 
     Every rank of the axis must call it. Raises ValueError when a dim cannot be cut evenly.
     """
     source, target = parse_conversion(text)
+    if known is not None:
+        given: torch.Tensor = _Convert.apply(x, axis, source, target, known) if x.requires_grad else known
+        return given
     if axis.size == 1 or source == target:
         return x
     forward, backward = conversion(source, target)
@@ -74,20 +79,22 @@ def convert(x: torch.Tensor, axis: Axis, text: str) -> torch.Tensor:
         return x
     if source.gradient is None or target.gradient is None or not x.requires_grad:
         return move(x.detach(), axis, source.value, target.value)
-    converted: torch.Tensor = _Convert.apply(x, axis, source, target)
+    converted: torch.Tensor = _Convert.apply(x, axis, source, target, None)
     return converted
 
 
 class _Convert(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, source: Pair, target: Pair) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, axis: Axis, source: Pair, target: Pair, known: torch.Tensor | None
+    ) -> torch.Tensor:
         ctx.axis, ctx.source, ctx.target = axis, source, target
-        moved = move(x, axis, source.value, target.value)
-        return moved.view_as(moved) if moved is x else moved
+        moved = move(x, axis, source.value, target.value) if known is None else known
+        return moved.view_as(moved) if moved is x or moved is known else moved
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return move(gradients[0], ctx.axis, ctx.target.gradient, ctx.source.gradient), None, None, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return move(gradients[0], ctx.axis, ctx.target.gradient, ctx.source.gradient), None, None, None, None
 
 
 def move(x: torch.Tensor, axis: Axis, source: Placement, target: Placement) -> torch.Tensor:

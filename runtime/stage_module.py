@@ -3,8 +3,8 @@
 The source (planner.ir.program) is compiled as it stands; the names ``tp``, ``dp`` and ``device`` are its only globals
 set from outside. Each tensor is registered once, as a plain local tensor under the attribute name the source uses, on
 its segment or, when several segments share it, on the stage; every further name is looked up at each access, so that
-FSDP and ``to_empty`` may exchange the tensor. A segment marked for recomputation keeps only its arguments between
-forward and backward (torch.utils.checkpoint).
+FSDP and ``to_empty`` may exchange the tensor. A segment that is recomputed keeps only its arguments between forward
+and backward (torch.utils.checkpoint); selectively, also what its source calls by ``self.keep`` (runtime.keep).
 
 Micro-batches of other sizes run other sources on the very same tensors: ``read_code`` reads one as ``Code``, whose classes
 borrow the module and its segments, so that hooks on them (FSDP) stay where they are.
@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from planner.errors import InvalidPlan
 from planner.ir.program import StageProgram, StateSpec
 from runtime.collectives import Axis
+from runtime.keep import PLAIN, Keep, Kept
 from runtime.opaque import OpaqueModule
 from runtime.operators import seeded
 
@@ -43,7 +44,12 @@ class _Owner(nn.Module):
 
 
 class Segment(_Owner):
-    """Base of the segment classes of a source: operators of one link of the chain of cuts."""
+    """Base of the segment classes of a source: operators of one link of the chain of cuts.
+
+    ``keep``: how the run of a micro-batch that goes on now keeps results.
+    """
+
+    keep: Keep
 
     def opaque(
         self,
@@ -220,9 +226,16 @@ def _run_segment(module: StageModule, segment: Segment, number: int, *arguments:
         segment.__dict__["opaque_modules"] = code.opaque[number]
         return code.segments[number].forward(segment, *received)
 
-    if code.stage.segments[number].recompute:
-        return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)
-    return run(*arguments)
+    word = code.stage.segments[number].recompute
+    if word == "none":
+        return run(*arguments)
+    kept = Kept() if word == "selective" else None
+
+    def keeping(*received: Any) -> Any:
+        segment.__dict__["keep"] = kept.again() if kept is not None else PLAIN
+        return run(*received)
+
+    return checkpoint(keeping, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def _run_source(stage: StageProgram, axes: Mapping[str, Axis], device: torch.device) -> dict[str, Any]:

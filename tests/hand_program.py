@@ -68,7 +68,7 @@ def hand_program(
     micro_batches: int = 2,
     zero: int = 0,
     schedule: str = "gpipe",
-    recompute: bool = False,
+    recompute: str = "none",
     dropout: float = 0.0,
 ) -> Program:
     """The program for ``mesh`` of at most two stages."""

@@ -42,8 +42,14 @@ def losses(strategy: str, gpus: int, seed: int = 0, p: float = 0.3, steps: int =
 @pytest.mark.parametrize(
     "same",
     [
-        ("pp1", "model", "pp2.tp2 mb=1", "tp"),
-        ("pp2 mb=4", "pp4 mb=4 recompute=full", "pp2 mb=4 v=2", "pp2 mb=4 v=2 schedule=zero-bubble"),
+        ("pp1", "model", "pp2.tp2 mb=1 recompute=selective", "tp"),
+        (
+            "pp2 mb=4",
+            "pp4 mb=4 recompute=full",
+            "pp4 mb=4 recompute=selective",
+            "pp2 mb=4 v=2",
+            "pp2 mb=4 v=2 schedule=zero-bubble",
+        ),
     ],
 )
 def test_training_depends_on_seed_and_micro_batches_but_not_on_stages(same: tuple[str, ...]) -> None:

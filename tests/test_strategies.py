@@ -14,7 +14,7 @@ from torch import nn
 
 from planner.errors import BadInput
 from planner.ir.mesh import Mesh
-from planner.ir.plan import Plan
+from planner.ir.plan import RECOMPUTATIONS, Plan
 from planner.ir.verify import verify_plan
 from planner.segment_cost import SegmentCost
 from planner.solve.configuration import Evaluator
@@ -65,7 +65,7 @@ def test_it_reads(text: str, expected: HandPicked) -> None:
     st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)),
     st.none() | st.integers(1, 64),
     st.none() | st.sampled_from([0, 3]),
-    st.none() | st.sampled_from(["none", "full"]),
+    st.none() | st.sampled_from(RECOMPUTATIONS),
     st.none() | st.sampled_from(["gpipe", "1f1b"]),
     st.randoms(use_true_random=False),
 )
@@ -192,11 +192,13 @@ def test_none_is_faster_than_the_solver() -> None:
 
 
 def test_recomputation_trades_time_for_memory() -> None:
-    kept, again = planned("dp4"), planned("dp4 recompute=full")
-    assert set(again.recompute) == {"full"} and set(kept.recompute) == {"none"}
-    one, other = kept.estimate.stages[0], again.estimate.stages[0]
-    assert other.backward_s == pytest.approx(one.backward_s + one.forward_s)
-    assert other.memory.activations_bytes < one.memory.activations_bytes
+    plans = [planned(f"dp4 recompute={word}") for word in RECOMPUTATIONS]
+    assert [set(plan.recompute) for plan in plans] == [{word} for word in RECOMPUTATIONS]
+    none, selective, full = (plan.estimate.stages[0] for plan in plans)
+    assert none.backward_s < selective.backward_s < full.backward_s < none.backward_s + none.forward_s
+    assert full.recomputation_s == pytest.approx(full.backward_s - none.backward_s)
+    kept = [stage.memory.activations_bytes for stage in (none, selective, full)]
+    assert kept[0] > kept[1] > kept[2]
 
 
 def test_megatron_cuts_the_weights() -> None:

@@ -85,12 +85,12 @@ def check_training(rank: Rank, program: Program, what: str) -> None:
 def on_two_ranks(index: int, size: int) -> None:
     rank = Rank(index, size, 60.0, "cpu")
     for mesh, zero, schedule, micro_batches, recompute in (
-        ("dp2", 0, "gpipe", 2, False),
-        ("dp2", 3, "gpipe", 2, True),
-        ("tp2", 0, "gpipe", 2, True),
-        ("pp2", 0, "gpipe", 4, False),
-        ("pp2", 0, "1f1b", 4, True),
-        ("pp2", 0, "1f1b", 1, False),
+        ("dp2", 0, "gpipe", 2, "none"),
+        ("dp2", 3, "gpipe", 2, "full"),
+        ("tp2", 0, "gpipe", 2, "full"),
+        ("pp2", 0, "gpipe", 4, "none"),
+        ("pp2", 0, "1f1b", 4, "full"),
+        ("pp2", 0, "1f1b", 1, "none"),
     ):
         program = hand_program(Mesh.parse(mesh), micro_batches, zero, schedule, recompute)
         check_training(rank, program, f"{mesh} zero {zero} {schedule} {micro_batches}")
@@ -193,7 +193,7 @@ def test_zero_3_leaves_scalars_other_dtypes_and_shared_states_whole() -> None:
 def test_one_rank_needs_no_process_group(tmp_path: Path) -> None:
     assert not dist.is_initialized()
     rank = Rank()
-    check_training(rank, hand_program(Mesh(), 4, recompute=True), "single")
+    check_training(rank, hand_program(Mesh(), 4, recompute="full"), "single")
     before = rank.state()
     rank.save(str(tmp_path / "c"))
     rank.load(hand_program(Mesh(), 1), initial_state())
@@ -212,7 +212,7 @@ def test_weights_are_read_from_a_file(tmp_path: Path) -> None:
 def test_recomputation_draws_the_same_dropout() -> None:
     rank = Rank()
     results = []
-    for recompute in (False, True):
+    for recompute in ("none", "full"):
         rank.load(hand_program(Mesh(), 2, dropout=0.5, recompute=recompute), initial_state())
         losses = [rank.forward_backward(batch(), step) for step in (0, 1)]
         results.append((losses, rank.gradients()))

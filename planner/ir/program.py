@@ -26,7 +26,8 @@ backward), never inside a segment, which may run twice (recomputation); a tensor
 place; ``Stage.prologue`` reduces over dp itself. A stage that draws random numbers names ``rng`` among its inputs
 (``RNG``): an int64 tensor on the CPU of [seed, step, micro-batch], for ``dropout`` and ``seeded``. In a segment
 ``self.opaque(name, rng, site, states)(...)`` calls a module of the user's, as a function of its states, by
-``StageProgram.modules``.
+``StageProgram.modules``. ``self.keep.product(f, ...)`` calls f and keeps what it computes for the recomputation of the
+segment (``runtime.keep``); in one that is not recomputed selectively it just calls f.
 
 Between processes a program travels as plain data: ``to_dict`` and ``from_dict``.
 """
@@ -78,7 +79,7 @@ SOURCE_NAMES = frozenset(re.findall(r"^(?:    )?(\w+)[,:]", PREAMBLE, re.MULTILI
 )
 # Attributes of the base classes of a source (runtime.stage_module), which no tensor may hide.
 SOURCE_ATTRIBUTES = frozenset(
-    "finish_writes forward held opaque opaque_modules prologue running segments write".split()
+    "finish_writes forward held keep opaque opaque_modules prologue running segments write".split()
 )
 
 
@@ -119,11 +120,14 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class SegmentSpec:
-    """One segment of a stage: the class in the source that runs it, and whether backward recomputes its forward."""
+    """One segment of a stage: the class in the source that runs it, and what backward recomputes of its forward.
+
+    ``recompute``: 'none', 'full', or 'selective': what the source calls by ``self.keep`` is not computed again.
+    """
 
     class_name: str
     label: str
-    recompute: bool
+    recompute: str
 
 
 @dataclass(frozen=True)

@@ -294,7 +294,7 @@ class _Lowering:
             reads=tuple(name for name in read if name not in owned),
             returns=tuple(returns),
             attributes={name: attributes[number, name] for name in owned},
-            recompute=self.plan.recompute[number] == "full",
+            recompute=self.plan.recompute[number],
         )
 
     def _stages_of_states(self) -> dict[str, tuple[int, ...]]:

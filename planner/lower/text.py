@@ -17,6 +17,7 @@ from planner.ir.layout import Pair
 from planner.ir.mesh import MICRO
 from planner.ir.program import PREAMBLE, SOURCE_NAMES, SegmentSpec
 from planner.lower.source import LINE, conversion_comment, expression
+from planner.saved import select
 
 RESERVED = SOURCE_NAMES | frozenset((*keyword.kwlist, *keyword.softkwlist))
 SITES_A_SEGMENT = 1000
@@ -32,7 +33,7 @@ class SegmentText:
     reads: tuple[str, ...]
     returns: tuple[str, ...]
     attributes: Mapping[str, str]
-    recompute: bool
+    recompute: str
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,10 @@ def _class_name(label: str, taken: set[str]) -> str:
 # --- statements -------------------------------------------------------------------------------------------------------
 
 
-def _statement(node: Node, scope: _Scope, micro_batches: int | tuple[int, ...], site: str) -> str:
+def _statement(
+    node: Node, scope: _Scope, micro_batches: int | tuple[int, ...], site: str, kept: str | None = None
+) -> str:
+    """``kept``: how selective recomputation keeps the result (planner.saved.select)."""
     if node.op == "convert" and node.args[1] == MICRO:
         _, target = (Pair.parse(text.strip()) for text in str(node.args[2]).split("->"))
         right = f'micro_slice({scope(node.operands[0])}, "{target.value}", rng, {micro_batches})'
@@ -136,6 +140,9 @@ def _statement(node: Node, scope: _Scope, micro_batches: int | tuple[int, ...], 
     else:
         right = expression(node, scope, site)
         comment = conversion_comment(node) if node.op == "convert" else ""
+        call = _CALL.fullmatch(right) if kept is not None else None
+        if call is not None:
+            right = f"self.keep.{kept}({call[1]}, {call[2]})"
     left = ", ".join(scope.bind(value.name, _wanted(node, i)) for i, value in enumerate(node.outputs))
     if len(node.outputs) == 1 and node.base in TUPLES:
         left += ","
@@ -145,9 +152,12 @@ def _statement(node: Node, scope: _Scope, micro_batches: int | tuple[int, ...], 
     return line + comment if len(line) + len(comment) < LINE else line
 
 
+_CALL = re.compile(r"([\w.]+(?:\(.*\))?)\((.*)\)")
+
+
 def _wrapped_call(text: str) -> str:
     """``f(a, b, ...)`` with its arguments on lines of their own."""
-    call = re.fullmatch(r"([\w.]+(?:\(.*\))?)\((.*)\)", text)
+    call = _CALL.fullmatch(text)
     if call is None:
         return text
     inside = textwrap.wrap(call[2], LINE - 20, break_long_words=False)
@@ -218,6 +228,7 @@ def _segment_body(segment: SegmentText, stage: StageText) -> tuple[str, bool, bo
     arguments += ["site"] if random else []
     for name, attribute in segment.attributes.items():
         scope.names[name] = f"self.{attribute}"
+    kept = select(graph, segment.nodes) if segment.recompute == "selective" else {}
     lines = []
     place = 0
     module = segment.label
@@ -229,7 +240,7 @@ def _segment_body(segment: SegmentText, stage: StageText) -> tuple[str, bool, bo
             inside = module[len(segment.label) + 1 :] if module.startswith(segment.label + ".") else ""
             if inside:
                 lines.append(f"# {inside}")
-        lines.append(_statement(node, scope, stage.micro_batches, site))
+        lines.append(_statement(node, scope, stage.micro_batches, site, kept.get(node.name)))
     lines.append("return " + _wrapped([scope(name) for name in segment.returns]))
     body = "".join(f"        {line}\n" for line in lines)
     return f"    def forward(self, {', '.join(arguments)}):\n{body}", random, takes_rng
