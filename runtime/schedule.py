@@ -127,13 +127,26 @@ class _Feed(nn.Module):
     def forward(self, *received: torch.Tensor, micro_batch: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         number = int(micro_batch)
         code, largest = self.codes[number], self.codes[0].stage
-        cut = tuple(_cut(x, spec.shape) for x, spec in zip(received, code.stage.receives, strict=True))
+        ready = (_DenseGradient.apply(x) if x.requires_grad else x for x in received)
+        cut = tuple(_cut(x, spec.shape) for x, spec in zip(ready, code.stage.receives, strict=True))
         outputs = code(*cut, **self.keywords[number])
         if not self.last:
             pairs = zip(outputs, largest.sends, strict=True)
             filled = ((_filled_up(x, spec.shape), spec) for x, spec in pairs)
             outputs = tuple((x if spec.differentiable else x.detach()).contiguous() for x, spec in filled)
         return outputs[0] if self.last else outputs
+
+
+class _DenseGradient(torch.autograd.Function):
+    """Its argument, whose gradient is contiguous: only such tensors can be sent."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.contiguous()
 
 
 class _SplitStage(PipelineStage):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import time
@@ -11,10 +12,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from planner.ir.plan import StageEstimate
+from planner.ir.plan import RECOMPUTATIONS, StageEstimate
 from planner.paths import critical_path, fill_and_drain_paths
-from planner.schedules import in_flight
-from planner.segment_cost import Recomputation, SegmentCost, stage_estimate
+from planner.schedules import held, in_flight
+from planner.segment_cost import Recomputation, SegmentCost, stage_estimate, stage_estimates
 from planner.simulate import StageTimes, estimate_step, times_of
 from planner.solve import frontier, stages
 from planner.solve.frontier import Frontier
@@ -109,6 +110,41 @@ def test_nothing_is_better_than_the_choice(instance: Instance) -> None:
     assert choice.proven
     assert choice.estimate.step_time_s == pytest.approx(best_s, rel=RELATIVE)
     assert choice.bound_s == pytest.approx(best_s, rel=RELATIVE)
+
+
+@given(
+    st.lists(segment_costs(), min_size=1, max_size=3),
+    st.lists(st.integers(0, 2), min_size=4, max_size=7),
+    st.sampled_from(["interleaved", "zero-bubble"]),
+    st.sampled_from([2, 4]),
+    st.sampled_from([AMPLE, 0]) | st.integers(20, 300),
+)
+@settings(max_examples=80)
+def test_nothing_is_better_with_several_stages_a_rank(
+    kinds: list[SegmentCost], chain: list[int], schedule: str, m: int, limit: int
+) -> None:
+    """Two ranks with two stages each: every even split, each stage computing all or nothing again."""
+    segments = [kinds[i % len(kinds)] for i in chain]
+    words = RECOMPUTATIONS[:1] if schedule == "zero-bubble" else RECOMPUTATIONS
+    best_s = math.inf
+    for split in splits(len(segments), 4):
+        sizes = [end - first for first, end in split]
+        for ways in itertools.product(words, repeat=4) if max(sizes) - min(sizes) <= 1 else ():
+            recompute = [way for way, size in zip(ways, sizes, strict=True) for _ in range(size)]
+            if any(way not in s.recomputations for way, s in zip(recompute, segments, strict=True)):
+                continue
+            estimate = estimate_step(
+                stage_estimates(segments, split, recompute, held(schedule, 2, m, 2)), schedule, m, limit, 2
+            )
+            if estimate.fits:
+                best_s = min(best_s, estimate.step_time_s)
+    choice = choose_stages(segments, 2, m, schedule, limit, chunks=2)
+    if not isinstance(choice, StageChoice):
+        assert choice.bound_s == best_s == math.inf
+        return
+    assert (choice.stages[0][0], choice.stages[-1][1]) == (0, len(segments))
+    assert choice.estimate.fits and choice.estimate.step_time_s == pytest.approx(best_s, rel=RELATIVE)
+    assert choice.bound_s <= best_s * (1 + RELATIVE)
 
 
 def check_missing(instance: Instance, found: StageInfeasible) -> None:

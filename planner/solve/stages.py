@@ -238,9 +238,8 @@ class _Problem:
         for stage in range(stages):
             firsts = range(stage * least + max(0, longer - stages + stage), stage * least + min(stage, longer) + 1)
             edges = [(first, first + size) for first in firsts for size in (least, least + 1)]
-            rows.append(
-                [x for edge in edges if edge[1] <= len(self.segments) for x in self.intervals.each_way(stage, *edge)]
-            )
+            ends = range(1, len(self.segments) + 1) if stage < stages - 1 else (len(self.segments),)
+            rows.append([x for edge in edges if edge[1] in ends for x in self.intervals.each_way(stage, *edge)])
         return rows
 
     def prove(self, program: _Program, best: Best, upper_bound_s: float, deadline: float | None) -> tuple[Best, float]:
