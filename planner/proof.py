@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from costmodels.hardware import Cluster, presets
+from costmodels.hardware import Cluster, ClusterError, load_cluster, presets
 from planner.errors import BadInput
 from planner.ir.plan import Plan
 from planner.prove_file import prove_file
@@ -36,26 +36,34 @@ def prove(
     Raises InvalidPlan for a file that is no plan, BadInput, TraceError.
     """
     made = plan if isinstance(plan, Plan) else Plan.load(plan)
-    proof = prove_file(made)
+    machine = cluster if isinstance(cluster, Cluster | None) else _loaded(cluster)
+    proof = prove_file(made, machine)
     if model is None or not proof.holds:
         return proof
     from planner.options import asked
     from planner.prove_model import prove_against
     from planner.tracing import problem_of, trace_model
 
-    if cluster is None:
+    if machine is None:
         if made.cluster not in presets():
             raise BadInput(
                 f"the plan is for cluster {made.cluster!r}, which is no preset; pass cluster= with its TOML file"
             )
-        cluster = made.cluster
+        machine = _loaded(made.cluster)
     given = {
         "optimizer": made.optimizer,
         "memory_limit": made.estimate.memory_limit_bytes,
         "seed": made.seed,
         **options,
-        "cluster": cluster,
+        "cluster": machine,
     }
     question = asked("prove", made.mesh.size, "auto", made, given)
     traced, _ = trace_model(model, question.batch, question.request, question.samplewise)
     return prove_against(made, problem_of(model, traced.graph, question.request))
+
+
+def _loaded(cluster: str | Path) -> Cluster:
+    try:
+        return load_cluster(cluster)
+    except ClusterError as error:
+        raise BadInput(str(error)) from None

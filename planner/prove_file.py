@@ -12,6 +12,10 @@ The claim rests on the record of the search. Each part of the space in it must b
     open            bound_s >= bound_s of the plan
     infeasible      says why
 
+and the record must hold every configuration of the space for the plan's devices, batch and segments, or a part of the space
+that contains it (planner.solve.space). Which orders of axes there are depends on the cluster: a preset of the plan's name, or
+one that is given.
+
 Whether the recorded bounds are right is checked against the model (planner.prove_model).
 """
 
@@ -19,23 +23,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from costmodels.hardware import Cluster, load_cluster, presets
 from planner.ir.plan import Plan, Searched
 from planner.ir.verify import LAWS
 from planner.report.proof import Check, Proof
 from planner.report.words import device_words
 from planner.simulate import estimate_step
 from planner.sizes import format_bytes, format_seconds
+from planner.solve.space import Space
 
 # Relative; the search calls two objectives equal that are closer.
 TOLERANCE = 1e-9
 
 
-def prove_file(plan: Plan) -> Proof:
-    """Every check that the plan alone allows. Where it is not legal, only that: the rest would mean nothing."""
+def prove_file(plan: Plan, cluster: Cluster | None = None) -> Proof:
+    """Every check that the plan alone allows. Where it is not legal, only that: the rest would mean nothing.
+
+    ``cluster``: the machine the plan is for, by default the preset of its name.
+    """
     laws = tuple(_laws(plan))
     if any(check.problem for check in laws):
         return Proof(plan, laws)
-    return Proof(plan, (*laws, _step_time(plan), _memory(plan), *_claim(plan)))
+    if cluster is None and plan.cluster in presets():
+        cluster = load_cluster(plan.cluster)
+    claim = tuple(_claim(plan))
+    if plan.strategy == "auto":
+        claim = (*claim, _coverage(plan, cluster))
+    return Proof(plan, (*laws, _step_time(plan), _memory(plan), *claim))
 
 
 def _laws(plan: Plan) -> Iterator[Check]:
@@ -124,3 +138,35 @@ def _infeasible(plan: Plan) -> Iterator[str]:
     for entry in _of(plan, ("infeasible",)):
         if not entry.reason:
             yield f"{entry.configuration} is called infeasible without a reason"
+
+
+def _coverage(plan: Plan, cluster: Cluster | None) -> Check:
+    name = "record: whole space"
+    if cluster is None:
+        return Check(name, f"not checked: {plan.cluster} is no preset; name its file with --cluster")
+    space = Space(cluster.with_gpus(plan.mesh.size), plan.global_batch, len(plan.segments))
+    recorded = {entry.configuration for entry in plan.searched}
+    count, problem = 0, ""
+    for part in _finest(space, recorded):
+        count += 1
+        if part not in recorded:
+            problem = problem or f"{part} is not in the record, nor is a part of the space that contains it"
+    return Check(name, f"{count} parts make up the space, each in the record", problem)
+
+
+def _finest(space: Space, recorded: set[str]) -> Iterator[str]:
+    """Parts that make up ``space``: the coarsest that are recorded, and configurations where none is."""
+    for wide in space.regions():
+        if str(wide) in recorded:
+            yield str(wide)
+            continue
+        for region in space.narrower(wide):
+            if str(region) in recorded:
+                yield str(region)
+                continue
+            assert region.mesh is not None
+            for shape in space.shapes(region.mesh):
+                if str(shape) in recorded:
+                    yield str(shape)
+                else:
+                    yield from map(str, space.configurations(shape))

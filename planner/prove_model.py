@@ -41,7 +41,7 @@ FILL_AND_DRAIN = ("gpipe", "1f1b")
 
 def prove_against(plan: Plan, problem: Problem) -> Proof:
     """The checks of the file and those against the graph of ``problem``, priced on its cluster."""
-    proof = prove_file(plan)
+    proof = prove_file(plan, problem.cluster)
     if not proof.holds:
         return proof
     evaluator = Evaluator(problem)

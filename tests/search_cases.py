@@ -56,6 +56,14 @@ def problem(graph: Graph, on: Cluster, memory_limit_bytes: int = AMPLE, optimize
     return Problem("model", graph, on, optimizer, "fp32", memory_limit_bytes)
 
 
+def tight_problem(on: Cluster | None = None) -> Problem:
+    """Three layers of 64 x 64 with activations, 64 rows, and less memory than a whole copy with all of them takes."""
+    layers = [layer for _ in range(3) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())]
+    x = torch.empty(64, 64)
+    graph = traced(torch.nn.Sequential(*layers), x, target=x, loss_fn=torch.nn.functional.mse_loss)
+    return problem(graph, on or cluster(4, flops_per_s=1e10), 110_000)
+
+
 @dataclass(frozen=True)
 class Tried:
     """Every figure of one choice of stages and recomputation."""

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from costmodels.hardware import Cluster
 from planner.errors import BadInput, Infeasible
 from planner.explaining import explain, family_of, faster_device, faster_link, link_of, more_devices, other_machines
 from planner.ir.graph import Graph
@@ -24,15 +23,13 @@ from planner.pricing_again import configuration_of, price_again
 from planner.report.difference import difference, difference_figures, difference_words, same_decisions
 from planner.report.explanation import Explanation, Family, explanation_figures, grown
 from planner.report.parts import PARTS, step_parts
-from planner.solve.configuration import Evaluator, Problem
+from planner.solve.configuration import Evaluator
 from planner.solve.search import search
 from planner.strategies import plan_by_hand
 from tests.models import gpt_tied, mlp
 from tests.plan_examples import example_plan, interleaved_plan
-from tests.search_cases import cluster, graph_of, problem, traced
+from tests.search_cases import cluster, graph_of, problem, tight_problem, traced
 from tests.test_report import GOLDEN, text_of
-
-TIGHT = 600_000
 
 
 def square_layers(count: int, width: int, rows: int) -> Graph:
@@ -40,13 +37,9 @@ def square_layers(count: int, width: int, rows: int) -> Graph:
     return traced(model, torch.empty(rows, width), target=torch.empty(rows, width), loss_fn=F.mse_loss)
 
 
-def gpt_problem(limit_bytes: int = TIGHT, on: Cluster | None = None) -> Problem:
-    return problem(graph_of(gpt_tied), on or cluster(4, flops_per_s=1e11), limit_bytes)
-
-
 @cache
-def gpt_explained() -> Explanation:
-    return explain(gpt_problem())
+def explained() -> Explanation:
+    return explain(tight_problem())
 
 
 def families(found: Explanation) -> dict[str, Family]:
@@ -75,7 +68,7 @@ def test_every_configuration_has_one_family(mesh: Mesh, zero: int, family: str) 
 
 
 def test_the_families_are_searched_each_and_the_best_of_them_is_the_plan() -> None:
-    found = gpt_explained()
+    found = explained()
     plans = [row.plan for row in found.families if row.plan is not None]
     assert min(plan.objective_s for plan in plans) == found.best.objective_s
     for row in found.families:
@@ -84,7 +77,7 @@ def test_the_families_are_searched_each_and_the_best_of_them_is_the_plan() -> No
             assert row.plan.objective_s >= found.best.objective_s
     assert len({row.name for row in found.families}) == len(found.families)
     assert families(found)["data + tensor"].plan == search(
-        gpt_problem(), within=lambda c: c.mesh == Mesh(dp=2, tp=2), suggest=False
+        tight_problem(), within=lambda c: c.mesh == Mesh(dp=2, tp=2), suggest=False
     )
     refused = families(found)["data parallel"]
     assert refused.plan is None and refused.refused.endswith("kB too much on its fullest device")
@@ -100,7 +93,7 @@ def test_what_grows_is_named_with_its_seconds() -> None:
     assert grown(fast, slow) == "" and grown(fast, fast) == ""
 
 
-@pytest.mark.parametrize("make", [example_plan, interleaved_plan, lambda: gpt_explained().best])
+@pytest.mark.parametrize("make", [example_plan, interleaved_plan, lambda: explained().best])
 def test_the_parts_of_a_step_sum_to_it(make: Callable[[], Plan]) -> None:
     plan = make()
     parts = step_parts(plan)
@@ -112,7 +105,7 @@ def test_the_parts_of_a_step_sum_to_it(make: Callable[[], Plan]) -> None:
 
 
 def test_a_plan_priced_again_is_the_same_plan() -> None:
-    found = gpt_problem()
+    found = problem(graph_of(gpt_tied), cluster(4))
     evaluator = Evaluator(found)
     for strategy in ("ddp", "dp2.tp2 zero=3 recompute=full", "pp2.tp2 mb=4", "pp2.dp2 mb=2 schedule=gpipe"):
         plan = plan_by_hand(evaluator, strategy)
@@ -157,10 +150,10 @@ def test_zero_3_pays_for_its_weights() -> None:
 
 
 def test_more_memory_pays_where_memory_binds_and_nowhere_else() -> None:
-    tight = {row.name: row.plan for row in gpt_explained().changes}
-    more = tight["150 kB more memory a device"]
-    assert more is not None and more.objective_s < 0.9 * gpt_explained().best.objective_s
-    assert more == search(gpt_problem(TIGHT + TIGHT // 4), suggest=False)
+    tight = {row.name: row.plan for row in explained().changes}
+    more = tight["27.5 kB more memory a device"]
+    assert more is not None and more.objective_s < 0.9 * explained().best.objective_s
+    assert more == search(replace(tight_problem(), memory_limit_bytes=137_500), suggest=False)
     ample = explain(problem(square_layers(2, 64, 8), cluster(2)))
     same = ample.changes[0]
     assert same.name == "1.00 GB more memory a device" and same.plan is not None
@@ -179,17 +172,17 @@ def test_a_faster_link_pays_where_links_are_slow() -> None:
 
 def test_the_machines_that_are_tried() -> None:
     on = cluster(8, gpus_per_node=4)
-    names = [name for name, _ in other_machines(gpt_problem(on=on))]
+    names = [name for name, _ in other_machines(tight_problem(on))]
     assert names == [
-        "150 kB more memory a device",
+        "27.5 kB more memory a device",
         "1 more device: 9",
         "4 more devices: 12",
         "twice the bandwidth inside nodes",
         "twice the bandwidth between nodes",
         "devices twice as fast",
     ]
-    assert [name for name, _ in other_machines(gpt_problem(on=cluster(1)))] == [
-        "150 kB more memory a device",
+    assert [name for name, _ in other_machines(tight_problem(cluster(1)))] == [
+        "27.5 kB more memory a device",
         "1 more device: 2",
         "devices twice as fast",
     ]
@@ -240,14 +233,13 @@ def test_operators_that_are_not_there_or_not_cut() -> None:
 
 
 def test_a_plan_that_does_not_fit_is_told_what_would_make_it() -> None:
-    found = gpt_problem()
+    found = replace(tight_problem(), memory_limit_bytes=130_000)
     plan = plan_by_hand(Evaluator(found), "ddp")
     assert not plan.estimate.fits
     why = explain(found, plan, changes=False)
     ways = {way.kind: way for way in why.ways_out}
-    assert ways["ZeRO"].plan is None or ways["ZeRO"].plan.estimate.fits
-    both = ways["recomputation and ZeRO"]
-    assert both.plan is not None and both.plan.estimate.fits and both.plan.zero == 3
+    sharded = ways["ZeRO"].plan
+    assert sharded is not None and sharded.estimate.fits and sharded.zero > 0 and sharded.mesh == plan.mesh
     assert ways["the solver's plan"].plan == why.best
     assert "What would make it fit" in text_of(why)
 
@@ -284,7 +276,7 @@ def test_operators_cut_otherwise_are_listed_on_axes_that_both_plans_have() -> No
 
 
 def test_the_report_has_every_part_and_the_data_its_schema() -> None:
-    found = gpt_explained()
+    found = explained()
     shown = text_of(found, 100)
     for heading in ("The best plan of each family", "What binds", "What would change it (solved again)"):
         assert heading in shown

@@ -25,16 +25,21 @@ from planner.solve.configuration import Configuration, Evaluator, Problem
 from planner.solve.search import search
 from planner.strategies import plan_by_hand
 from tests.models import gpt_tied, mlp
-from tests.search_cases import cluster, graph_of, problem
+from tests.search_cases import cluster, graph_of, problem, tight_problem
 from tests.test_report import text_of
-
-TIGHT = 600_000
 
 
 @cache
 def made() -> tuple[Problem, Plan]:
-    found = problem(graph_of(gpt_tied), cluster(4, flops_per_s=1e11), TIGHT)
+    found = tight_problem()
     return found, search(found)
+
+
+def recorded() -> Plan:
+    """The plan with every outcome in its record."""
+    plan = made()[1]
+    solved = Searched("pp4 mb=64 zero=0 schedule=gpipe", 2 * plan.objective_s, "solved", 3 * plan.objective_s)
+    return replace(plan, searched=(*plan.searched, solved))
 
 
 def wrong(proof: Proof) -> dict[str, str]:
@@ -51,6 +56,7 @@ def changed(plan: Plan, outcome: str, **fields: object) -> Plan:
 
 def test_the_proof_of_a_search_holds() -> None:
     found, plan = made()
+    assert prove_file(recorded()).holds
     proof = prove_file(plan)
     assert proof.holds and not wrong(proof)
     against = prove_against(plan, found)
@@ -87,7 +93,7 @@ FALSE: list[tuple[str, str, Callable[[Plan], Plan]]] = [
 
 @pytest.mark.parametrize(("name", "told", "change"), FALSE, ids=range(len(FALSE)))
 def test_a_false_proof_is_found_out(name: str, told: str, change: Callable[[Plan], Plan]) -> None:
-    problems = wrong(prove_file(change(made()[1])))
+    problems = wrong(prove_file(change(recorded())))
     assert told in problems[name]
     assert len(problems) == (2 if name == "bound" else 1)  # no record has no best either
 
@@ -102,7 +108,7 @@ def test_a_plan_of_a_strategy_by_hand_claims_no_bound() -> None:
 
 def test_the_graph_and_every_price_are_checked_against_the_model() -> None:
     found, plan = made()
-    other = problem(graph_of(mlp), found.cluster, TIGHT)
+    other = problem(graph_of(mlp), found.cluster, found.memory_limit_bytes)
     assert "another model" in wrong(prove_against(plan, other))["model: graph"]
     slower = replace(found, cluster=cluster(4, flops_per_s=5e10))
     told = wrong(prove_against(plan, slower))["model: prices"]
@@ -133,15 +139,12 @@ def test_a_faster_plan_that_the_record_hides_is_found_out(outcome: str, told: st
 
 
 def test_the_bound_by_work_alone_holds_for_every_plan_by_hand() -> None:
-    found = replace(made()[0], memory_limit_bytes=10**9)
-    evaluator = Evaluator(found)
-    for text in ("ddp", "tp", "pp2 mb=4", "pp4 mb=8 schedule=gpipe", "pp2 mb=4 schedule=interleaved v=2", "dp2.tp2",
-                 "pp2 mb=4 schedule=zero-bubble", "pp2.tp2 mb=2"):  # fmt: skip
-        on = (
-            evaluator
-            if "pp2" not in text or "tp2" in text
-            else Evaluator(replace(found, cluster=cluster(2, flops_per_s=1e11)))
-        )
+    graph = graph_of(gpt_tied)
+    on_2, on_4 = (Evaluator(problem(graph, cluster(n, flops_per_s=1e11))) for n in (2, 4))
+    for on, text in (
+        (on_4, "ddp"), (on_4, "tp"), (on_4, "dp2.tp2"), (on_4, "pp2.tp2 mb=2"), (on_4, "pp4 mb=8 schedule=gpipe"),
+        (on_2, "pp2 mb=4"), (on_2, "pp2 mb=4 schedule=interleaved v=2"), (on_2, "pp2 mb=4 schedule=zero-bubble"),
+    ):  # fmt: skip
         plan = plan_by_hand(on, text)
         part = Part(plan.mesh.tp, plan.mesh, plan.micro_batches, plan.zero, plan.schedule, plan.chunks)
         assert 0 < work_bound_s(on, part) <= plan.objective_s
@@ -149,14 +152,14 @@ def test_the_bound_by_work_alone_holds_for_every_plan_by_hand() -> None:
 
 
 def test_parts_of_the_space_are_read() -> None:
-    assert parse_part("tp2", 4) == Part(2)
-    assert parse_part("single", 4) == Part(1)
+    assert parse_part("tp2", 4) == Part(2) and parse_part("tp1", 4) == Part(1)
+    assert parse_part("dp2.tp2", 4) == Part(2, Mesh(dp=2, tp=2))
     assert parse_part("pp2.dp2 mb=4", 4) == Part(1, Mesh(2, 2), 4)
     whole = parse_part("pp2.dp2 mb=4 zero=3 schedule=interleaved v=2", 4)
     assert whole == Part(1, Mesh(2, 2), 4, 3, "interleaved", 2)
     assert whole.configuration == Configuration(Mesh(2, 2), 4, 3, "interleaved", 2)
     for text in ("dp2", "tp3", "dp2 mb=4", "dp4 mb=4 colour=red", "nothing"):
-        with pytest.raises(ValueError, match=text.split()[-1] if "=" in text else text):
+        with pytest.raises(ValueError, match=text.split()[0]):
             parse_part(text, 4)
 
 

@@ -164,7 +164,7 @@ def prove(
 
     made = Plan.load(plan_file)
     if model is None:
-        proof = prove_plan(made)
+        proof = prove_plan(made, cluster=cluster)
     else:
         with progress_shown() as progress:
             progress("loading the model")
