@@ -23,6 +23,7 @@ from planner.prove_model import Part, parse_part, prove_against, work_bound_s
 from planner.report.proof import Proof, proof_figures, record_report
 from planner.solve.configuration import Configuration, Evaluator, Problem
 from planner.solve.search import search
+from planner.solve.space import Space
 from planner.strategies import plan_by_hand
 from tests.models import gpt_tied, mlp
 from tests.search_cases import cluster, graph_of, problem, tight_problem
@@ -61,10 +62,12 @@ def test_the_proof_of_a_search_holds() -> None:
     assert proof.holds and not wrong(proof)
     against = prove_against(plan, found)
     assert against.holds, wrong(against)
-    assert against.checks[: len(proof.checks)] == proof.checks
-    assert [check.name for check in against.checks[len(proof.checks) :]][:3] == [
-        "model: graph", "model: prices", "model: bounds",
+    assert [check.name for check in against.checks] == [
+        *(check.name for check in proof.checks), "model: graph", "model: prices", "model: bounds",
+        *(check.name for check in against.checks[len(proof.checks) + 3 :]),
     ]  # fmt: skip
+    assert "is no preset" in proof.checks[-1].found
+    assert against.checks[len(proof.checks) - 1].found.endswith("make up the space, each in the record")
     assert "The proof holds." in text_of(proof)
 
 
@@ -121,10 +124,12 @@ def pretended(found: Problem, outcome: str) -> tuple[Plan, str]:
     assert best.mesh == Mesh(dp=4)
     worse = search(found, within=lambda c: c.mesh == best.mesh and c.zero != best.zero, suggest=False)
     assert worse.objective_s > best.objective_s * 1.001
-    text = str(configuration_of(best))
+    text, mine = str(configuration_of(best)), str(configuration_of(worse))
     lie = Searched(text, worse.objective_s, outcome, reason="too large" * (outcome == "infeasible"))
-    rest = tuple(entry for entry in worse.searched if entry.configuration != text)
-    return replace(worse, searched=(*rest, lie), bound_s=worse.objective_s), text
+    space = Space(found.cluster, worse.global_batch, len(worse.segments))
+    rest = [Searched(str(c), worse.objective_s, "pruned") for c in space if str(c) not in (text, mine)]
+    own = next(entry for entry in worse.searched if entry.outcome == "best")
+    return replace(worse, searched=(own, lie, *rest), bound_s=worse.objective_s), text
 
 
 @pytest.mark.parametrize(
@@ -136,6 +141,16 @@ def test_a_faster_plan_that_the_record_hides_is_found_out(outcome: str, told: st
     assert prove_file(false).holds
     problem = wrong(prove_against(false, found))["model: bounds"]
     assert problem.startswith(text) and told in problem
+
+
+def test_a_record_with_a_hole_is_found_out() -> None:
+    found, plan = made()
+    for entry in plan.searched:
+        rest = tuple(other for other in plan.searched if other != entry)
+        if entry.outcome != "best" and entry.configuration not in {other.configuration for other in rest}:
+            told = wrong(prove_file(replace(plan, searched=rest), found.cluster))["record: whole space"]
+            assert told.endswith("is not in the record, nor is a part of the space that contains it")
+            assert told.split()[0].split(".")[-1] == entry.configuration.split()[0].split(".")[-1]
 
 
 def test_the_bound_by_work_alone_holds_for_every_plan_by_hand() -> None:
