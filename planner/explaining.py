@@ -73,7 +73,7 @@ def explain(
     """
     evaluator = Evaluator(problem)
     say("searching")
-    best = search(problem, time_limit_s, suggest=False, evaluator=evaluator)
+    best = search(problem, time_limit_s, evaluator=evaluator)
     shown = best if plan is None else price_again(plan, evaluator)
     found_families = tuple(_families(evaluator, best, time_limit_s, say))
     found_changes = tuple(_changes(problem, time_limit_s, say)) if changes else ()
@@ -119,7 +119,7 @@ def _tried(
 ) -> tuple[Plan | None, str]:
     """The best plan there, or why there is none ('' where nothing lies within)."""
     try:
-        return search(problem, time_limit_s, suggest=False, within=within, evaluator=evaluator), ""
+        return search(problem, time_limit_s, within=within, evaluator=evaluator), ""
     except Infeasible as error:
         if error.shortage is not None:
             return None, f"{format_bytes(error.shortage.missing_bytes)} too much on its fullest device"

@@ -65,6 +65,6 @@ def prepare_run(
 def found_or_ways_out(problem: Problem, request: Request, retrace: Retrace) -> Plan:
     """The best plan. Raises Infeasible with the least change of each kind that would fit."""
     try:
-        return search(problem, request.time_limit_s, request.progress, suggest=False)
+        return search(problem, request.time_limit_s, request.progress)
     except Infeasible as error:
         raise infeasible_with_ways_out(error, problem, retrace, request.say) from None

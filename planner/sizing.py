@@ -138,7 +138,7 @@ class _Sizes:
         if self.wanted.step_limit_s is not None and least_s > self.wanted.step_limit_s:
             return None, f"the work alone takes {format_seconds(least_s)} a step"
         try:
-            return search(problem, self.time_limit_s, suggest=False, evaluator=evaluator), ""
+            return search(problem, self.time_limit_s, evaluator=evaluator), ""
         except Infeasible as error:
             if error.shortage is None:
                 return None, str(error)

@@ -102,7 +102,7 @@ class _Finder:
         if least_states_bytes(problem) > problem.memory_limit_bytes:
             return None
         try:
-            return search(problem, left, suggest=False, within=within)
+            return search(problem, left, within=within)
         except Infeasible:
             return None
 

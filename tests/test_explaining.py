@@ -76,9 +76,7 @@ def test_the_families_are_searched_each_and_the_best_of_them_is_the_plan() -> No
             assert family_of(row.plan.mesh, row.plan.zero) == row.name and row.plan.estimate.fits
             assert row.plan.objective_s >= found.best.objective_s
     assert len({row.name for row in found.families}) == len(found.families)
-    assert families(found)["data + tensor"].plan == search(
-        tight_problem(), within=lambda c: c.mesh == Mesh(dp=2, tp=2), suggest=False
-    )
+    assert families(found)["data + tensor"].plan == search(tight_problem(), within=lambda c: c.mesh == Mesh(dp=2, tp=2))
     refused = families(found)["data parallel"]
     assert refused.plan is None and refused.refused.endswith("kB too much on its fullest device")
     assert "data + tensor + pipeline" not in families(found)  # 4 devices make no three axes
@@ -153,7 +151,7 @@ def test_more_memory_pays_where_memory_binds_and_nowhere_else() -> None:
     tight = {row.name: row.plan for row in explained().changes}
     more = tight["27.5 kB more memory a device"]
     assert more is not None and more.objective_s < 0.9 * explained().best.objective_s
-    assert more == search(replace(tight_problem(), memory_limit_bytes=137_500), suggest=False)
+    assert more == search(replace(tight_problem(), memory_limit_bytes=137_500))
     ample = explain(problem(square_layers(2, 64, 8), cluster(2)))
     same = ample.changes[0]
     assert same.name == "1.00 GB more memory a device" and same.plan is not None
@@ -215,7 +213,7 @@ def test_forcing_another_letter_costs_what_its_own_search_says() -> None:
     whole = next(row for row in why.operators[0].others if row.strategy == "R")
     name = why.operators[0].name
     forced = Evaluator(found, lambda node, strategy: node.name != name or strategy.name == "R")
-    assert whole.plan == search(found, suggest=False, evaluator=forced, within=lambda c: c.mesh == Mesh(tp=4))
+    assert whole.plan == search(found, evaluator=forced, within=lambda c: c.mesh == Mesh(tp=4))
 
 
 def test_operators_that_are_not_there_or_not_cut() -> None:

@@ -122,7 +122,7 @@ def pretended(found: Problem, outcome: str) -> tuple[Plan, str]:
     """The best data-parallel plan of the wrong ZeRO stage, given out for the best of the space; the better is ``outcome``."""
     best = search(found)
     assert best.mesh == Mesh(dp=4)
-    worse = search(found, within=lambda c: c.mesh == best.mesh and c.zero != best.zero, suggest=False)
+    worse = search(found, within=lambda c: c.mesh == best.mesh and c.zero != best.zero)
     assert worse.objective_s > best.objective_s * 1.001
     text, mine = str(configuration_of(best)), str(configuration_of(worse))
     lie = Searched(text, worse.objective_s, outcome, reason="too large" * (outcome == "infeasible"))

@@ -42,7 +42,7 @@ def machine(name: str = "small", node: int = 4, memory_bytes: int = 10**9) -> Cl
 
 def step_s(on: Cluster, gpus: int) -> float:
     limit = on.device.memory_bytes
-    return search(replace(made(), cluster=on.with_gpus(gpus), memory_limit_bytes=limit), suggest=False).objective_s
+    return search(replace(made(), cluster=on.with_gpus(gpus), memory_limit_bytes=limit)).objective_s
 
 
 def test_the_smallest_is_the_first_that_meets_the_limit() -> None:

@@ -41,13 +41,13 @@ def made(limit_bytes: int, gpus: int = 2) -> Problem:
 
 def refusal(found: Problem) -> Infeasible:
     with pytest.raises(Infeasible) as refused:
-        search(found, suggest=False)
+        search(found)
     return refused.value
 
 
 def fits(found: Problem) -> bool:
     try:
-        return search(found, suggest=False).estimate.fits
+        return search(found).estimate.fits
     except Infeasible:
         return False
 
@@ -163,7 +163,7 @@ def test_a_strategy_by_hand_may_recompute_shard_or_take_smaller_micro_batches() 
     peak = plan_by_hand(Evaluator(ample), "ddp").estimate.peak_memory_bytes
     found = replace(ample, memory_limit_bytes=int(0.8 * peak))
     evaluator = Evaluator(found)
-    plan, best = plan_by_hand(evaluator, "ddp"), search(found, suggest=False)
+    plan, best = plan_by_hand(evaluator, "ddp"), search(found)
     ways = by_kind(ways_out_by_hand(evaluator, plan, best))
     for kind, change in (
         ("recomputation", "recompute="),

@@ -517,7 +517,6 @@ def search(
     problem: Problem,
     time_limit_s: float | None = None,
     progress: Progress | None = None,
-    suggest: bool = True,
     within: Within | None = None,
     evaluator: Evaluator | None = None,
 ) -> Plan:
@@ -526,29 +525,8 @@ def search(
     ``within``: search only the configurations it holds for. ``evaluator``: one of ``problem`` that was used before, which
     remembers what it computed.
 
-    Raises Infeasible saying what is missing and (``suggest``) how many devices would do; OutOfTime when the limit passed
-    before any plan was found. When it passes later, or on Ctrl-C, the best plan so far comes back with its gap.
+    Raises Infeasible saying what is missing (planner.ways_out finds what would do); OutOfTime when the limit passed before
+    any plan was found. When it passes later, or on Ctrl-C, the best plan so far comes back with its gap.
     """
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
-    try:
-        return _Search(evaluator or Evaluator(problem), deadline, progress, within).run()
-    except Infeasible as error:
-        if not suggest:
-            raise
-        raise Infeasible(f"{error}. {_way_out(problem)}") from None
-
-
-def _way_out(problem: Problem) -> str:
-    """The smallest doubling of the devices that fits, found by searching it."""
-    gpus = problem.cluster.gpus
-    for factor in (2, 4, 8, 16):
-        larger = replace(problem, cluster=problem.cluster.with_gpus(gpus * factor))
-        try:
-            plan = search(larger, time_limit_s=20.0, suggest=False)
-        except (Infeasible, OutOfTime):
-            continue
-        return (
-            f"What would fit: {gpus * factor} devices ({plan.configuration}), a smaller batch, or a lower precision; "
-            "recomputation, ZeRO-3 and every number of micro-batches were tried"
-        )
-    return "A smaller batch, a lower precision or devices with more memory are needed"
+    return _Search(evaluator or Evaluator(problem), deadline, progress, within).run()
