@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from costmodels.hardware import Cluster
+from costmodels.memory import state_bytes
 from planner.batch import BatchSplit, split_batch
 from planner.costing import Pricing, node_cost, segment_costs
 from planner.errors import BadInput
@@ -221,7 +222,11 @@ class Evaluator:
 
     def held_share(self, configuration: Configuration) -> float:
         """The share of all weights that a device of a tp group can hold at most, over all stages, in eighths rounded up:
-        with gradients and optimizer state, and the least that must be kept for backward."""
+        with gradients and optimizer state, and the least that must be kept for backward.
+
+        Where weights differ in what is held with them (frozen ones, those ZeRO leaves whole), as if all were of the kind
+        that takes least.
+        """
         mesh = configuration.mesh
         if mesh.tp == 1:
             return 1.0
@@ -232,7 +237,21 @@ class Evaluator:
         room = self.problem.memory_limit_bytes * mesh.pp - kept / mesh.tp
         if not states or room >= states:
             return 1.0
-        return max(math.ceil(8 * room / states) / 8, math.ceil(8 / mesh.tp) / 8)
+        return min(1.0, max(math.ceil(8 * room / self._least_states_bytes(configuration)), math.ceil(8 / mesh.tp)) / 8)
+
+    def _least_states_bytes(self, configuration: Configuration) -> float:
+        """What all weights would take with gradients and optimizer state if each took what the least of them takes a byte."""
+        weights = [leaf for leaf in self.graph.leaves if leaf.kind == "parameter"]
+        each = [
+            1.0
+            if not leaf.trainable
+            else state_bytes(
+                10**6, leaf.value.dtype, self.problem.optimizer, configuration.zero, configuration.mesh.dp
+            ).total_bytes
+            / 10**6
+            for leaf in weights
+        ]
+        return min(each, default=0.0) * sum(leaf.value.size_bytes for leaf in weights)
 
     def _kept_in_all_pieces(self, dp: int, micro_batches: int, tp: int, keep: Keep | None) -> Keep | None:
         """``keep``, or the evaluator's own, without what smaller pieces of an unevenly cut batch do not have."""
