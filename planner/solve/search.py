@@ -141,21 +141,23 @@ def fill_s(segments_s: Sequence[float], pp: int, least: int) -> float:
 
 
 def usual(space: Space, limit_bytes: int, evaluator: Evaluator) -> Iterator[Configuration]:
-    """One configuration for each power of two of tp in a node: the fewest stages whose weights, gradients and optimizer
-    state take at most half the memory, and one row a micro-batch."""
+    """What a person might try, under 1f1b: without tp, every number of stages and micro-batches; with tp inside a node, one
+    stage, and the fewest whose weights, gradients and optimizer state take at most half the memory."""
     gpus = space.cluster.gpus
     states = sum(c.states_bytes for c in evaluator.ideal_costs(Configuration(Mesh(), 1, 0, "1f1b")))
-    tp = 1
-    while tp <= min(gpus, space.cluster.gpus_per_node):
-        fitting = (pp for pp in divisors(gpus // tp) if 2 * states <= pp * tp * limit_bytes or pp == gpus // tp)
-        pp = next(fitting, 0) if gpus % tp == 0 else 0
-        dp = gpus // tp // pp if pp else 0
-        if dp and dp <= space.batch and pp <= space.segments:
-            m = max(micro_batch_counts(space.batch, dp))
-            kinds = [kind for kind in schedules(pp, m, space.segments) if kind[0] == "1f1b"]
-            for schedule, chunks in kinds:
-                yield Configuration(Mesh(pp, dp, tp), m, 0, schedule, chunks)
-        tp *= 2
+    for tp in divisors(gpus):
+        if tp > space.cluster.gpus_per_node:
+            break
+        few = next((pp for pp in divisors(gpus // tp) if 2 * states <= pp * tp * limit_bytes), 1)
+        for pp in divisors(gpus // tp) if tp == 1 else sorted({1, few}):
+            dp = gpus // tp // pp
+            if dp > space.batch or pp > space.segments:
+                continue
+            counts = micro_batch_counts(space.batch, dp)
+            for m in counts if tp == 1 else sorted({counts[0], counts[-1], *(n for n in counts if n == 4 * pp)}):
+                if ("1f1b", 1) in schedules(pp, m, space.segments):
+                    for zero in (0, 3) if dp > 1 else (0,):
+                        yield Configuration(Mesh(pp, dp, tp), m, zero, "1f1b")
 
 
 class _Search:
@@ -390,7 +392,7 @@ class _Search:
         for variant in VARIANTS:
             letters = self.evaluator.letters(configuration, variant)
             costs = self.evaluator.costs(configuration, letters)
-            self.evaluator.work_done += configuration.stages * len(costs) // 4
+            self.evaluator.work_done += configuration.stages * len(costs) // 10
             choice = choose_stages(
                 costs,
                 configuration.mesh.pp,
