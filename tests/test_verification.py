@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 import planner
-from planner import api, sharding_rules, trace
+from planner import sharding_rules, trace, tracing, verification  # noqa: F401
 from planner.cli import cli
 from planner.errors import BadInput, RankFailed, TraceError
 from planner.ir.graph import Graph, Node, Value
@@ -83,7 +83,7 @@ def test_equal_strategies_are_found_equal_and_the_model_stays_as_it_was() -> Non
 def test_one_run_on_one_device_serves_all_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
     traces, runs = [], []
     run = planner.verification.train_on_one_device
-    monkeypatch.setattr(api, "trace", lambda *a: traces.append(a) or trace.trace(*a))
+    monkeypatch.setattr(tracing, "trace", lambda *a: traces.append(a) or trace.trace(*a))
     monkeypatch.setattr(planner.verification, "train_on_one_device", lambda *a: runs.append(a) or run(*a))
     model, options = net(torch.float64)
     rows = list(planner.verify_each(model, 2, strategies=("ddp", "tp", "ddp"), steps=1, **options))

@@ -119,7 +119,7 @@ class _Program:
         self.graph, self.pricing = graph, pricing
         self.weights = weights
         self.us_per_byte = us_per_byte + TIE_US_PER_BYTE
-        self.ties_us = 0.0  # the most that ties add to the objective
+        self.ties_us = 0.0  # the most that ties, and reductions started apart, add to the objective
         self.held: list[tuple[int, float]] = []
         self.whole_bytes = 0.0
         self.relative_gap = 1e-9
@@ -193,6 +193,8 @@ class _Program:
             count = sum(self._leaf_weight(x) for x in leaves)
             costs = [self._leaf_cost_us(leaf, pair) for pair in pairs]
             self.ties_us += count * TIE_US_PER_BYTE * STATES_A_WEIGHT * leaf.value.size_bytes
+            if leaf.kind == "parameter":
+                self.ties_us += count * self._latency_us()
             self._one_strategy(key, options, costs, count)
             if leaf.kind == "parameter":
                 sizes = [leaf.value.size_bytes / (self.k if pair.is_shard else 1) for pair in pairs]
@@ -203,6 +205,13 @@ class _Program:
         """A device holds at most ``share`` of the weights."""
         self.program.row([(x, size / self.whole_bytes) for x, size in self.held], upper=share)
         self.relative_gap = 1e-5
+
+    def _latency_us(self) -> float:
+        """What starting the reductions of a parameter costs; those of a segment are done together, so the bound has none."""
+        axes = ("tp", "dp") if self.pricing.cluster.device.kind == "cpu" else ("tp",)
+        mesh = self.pricing.mesh
+        starts = (_reduction_s(0, mesh.degree(axis), mesh.stride(axis), self.pricing.cluster) for axis in axes)
+        return sum(starts) / float(self.pricing.micro_batches) * MICROSECONDS_PER_S
 
     def _leaf_weight(self, leaf: Leaf) -> int:
         """How many equal leaves it stands for: as many as the first segment that reads it."""
@@ -394,10 +403,7 @@ def _with_operands(node: Node, names: list[str]) -> Node:
 
 
 def parameter_step_s(local: Value, leaf: Leaf, pair: Pair, pricing: Pricing) -> float:
-    """Seconds a parameter adds to a step on one device: its update, its reduction over tp where partial, over dp.
-
-    Those of a segment are done together, so no parameter pays for starting them: the sum is no more than what they take.
-    """
+    """Seconds a parameter costs once a step on one device: its update, its reduction over tp where partial, over dp."""
     if not leaf.trainable:
         return 0.0
     mesh, cluster = pricing.mesh, pricing.cluster
@@ -412,6 +418,4 @@ def parameter_step_s(local: Value, leaf: Leaf, pair: Pair, pricing: Pricing) -> 
 
 
 def _reduction_s(size: int, degree: int, stride: int, cluster: Cluster) -> float:
-    """An all-reduce without its latency."""
-    one, none = (collective_time_s("all_reduce", x, degree, stride, cluster) for x in (size, 0))
-    return one - none
+    return collective_time_s("all_reduce", size, degree, stride, cluster)
