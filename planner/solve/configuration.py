@@ -132,7 +132,7 @@ class Evaluator:
         pricing = replace(self.pricing(configuration), micro_batches=Fraction(micro_batches, steps))
         kept = self._kept_in_all_pieces(dp, micro_batches, tp, None)
         self.work_done += len(graph.nodes)
-        return solve_letters(graph, pricing, self.folded.weights, kept).bound_s * micro_batches
+        return solve_letters(graph, pricing, self.folded.weights, kept).least_s * micro_batches
 
     def ideal_costs(self, configuration: Configuration) -> tuple[SegmentCost, ...]:
         """Segment costs on a device that holds everything of a stage (tp = 1): a tp-th of them, where sizes are meant, is
@@ -175,7 +175,7 @@ class Evaluator:
         mesh = configuration.mesh
         usual = replace(configuration, mesh=Mesh(mesh.pp, mesh.dp, mesh.tp))
         try:
-            return self.letters(usual).bound_s * configuration.micro_batches
+            return self.letters(usual).least_s * configuration.micro_batches
         except NoSolution:
             return math.inf
 
