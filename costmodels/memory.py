@@ -10,6 +10,8 @@ input; it is the caller who knows that they are held anyway. Source: the derivat
 
                     weights     gradients   adamw      sgd-momentum   sgd    fp32 master copy, if asked
     ZeRO 0          P           P           2 P        P              0      4 P / s
+    ZeRO 1          P           P           2 P / N    P / N          0      4 P / (s N)
+    ZeRO 2          P           P / N       2 P / N    P / N          0      4 P / (s N)
     ZeRO 3          P / N       P / N       2 P / N    P / N          0      4 P / (s N)
 
 (Rajbhandari et al., ZeRO, 2020; moments in the dtype of the parameters.) With ZeRO 3 segments are gathered one by
@@ -286,24 +288,26 @@ def state_bytes(
 ) -> StateBytes:
     """Weights, gradients and optimizer state of a device that holds ``parameter_bytes`` of ``dtype`` before ZeRO.
 
-    ``zero``: 0, or 3 to shard all three over ``dp`` ranks (rounded up). ``trainable_bytes``: the part that is trained
+    ``zero``: 0; 1 to shard the optimizer state over ``dp`` ranks (rounded up), 2 the gradients too, 3 the weights too.
+    ``trainable_bytes``: the part that is trained
     (default: all). ``master_weights``: keep a float32 copy of the trained ones, as mixed-precision training does.
     Raises ValueError for an unknown optimizer, dtype or ZeRO stage.
     """
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {optimizer!r}; the memory model knows {', '.join(OPTIMIZERS)}")
-    if zero not in (0, 3):
-        raise ValueError(f"ZeRO stage {zero} is not modelled; choose 0 or 3")
+    if zero not in range(4):
+        raise ValueError(f"there is no ZeRO stage {zero}; choose 0, 1, 2 or 3")
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"unknown dtype {dtype!r}; the memory model knows {', '.join(DTYPE_BYTES)}")
     if dp < 1 or parameter_bytes < 0:
         raise ValueError(f"cannot place {parameter_bytes} bytes of parameters on {dp} data-parallel ranks")
-    ranks = dp if zero == 3 else 1
+    ranks = [dp if zero >= stage else 1 for stage in (3, 2, 1)]
     trained = parameter_bytes if trainable_bytes is None else trainable_bytes
     moments = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}[optimizer] * trained
     if master_weights:
         moments += trained // DTYPE_BYTES[dtype] * DTYPE_BYTES["float32"]
-    return StateBytes(-(-parameter_bytes // ranks), -(-trained // ranks), -(-moments // ranks))
+    sizes = (parameter_bytes, trained, moments)
+    return StateBytes(*(-(-size // n) for size, n in zip(sizes, ranks, strict=True)))
 
 
 def gathered_bytes(segment_weight_bytes: Sequence[int]) -> int:

@@ -8,11 +8,7 @@
 A graph is priced as it is lowered: local shapes, explicit conversions. So the price of a strategy inside the search and the
 price of the finished program come from the same lines.
 
-What overlaps (on a GPU; a CPU has no engine of its own for copies, there nothing does), for backward b of a segment:
-
-    gradient reduction g of ZeRO-0, once a step   exposed max(0, g - b); all of it for the first segment, the last to finish
-    ZeRO-3, every micro-batch                     exposed max(0, gather - forward) and max(0, gather + scatter - b)
-    conversions on tp                             all exposed: the next operator needs them
+Conversions on tp are all exposed: the next operator needs them. What dp and ZeRO add: planner.states.
 """
 
 from __future__ import annotations
@@ -23,9 +19,9 @@ from fractions import Fraction
 from functools import lru_cache
 
 from costmodels.collectives import LOCAL_MOVES, collective_time_s
-from costmodels.compute import operator_time_s, optimizer_step_s
+from costmodels.compute import operator_time_s
 from costmodels.hardware import Cluster
-from costmodels.memory import StateBytes, attention_statistics_bytes, gathered_bytes, state_bytes
+from costmodels.memory import attention_statistics_bytes
 from costmodels.operators import attention_is_fused
 from planner.ir.graph import DTYPE_BYTES, Graph, Leaf, Node, Value
 from planner.ir.layout import WHOLE, Pair, conversion
@@ -33,6 +29,7 @@ from planner.ir.mesh import MICRO, Mesh
 from planner.saved import FUSED, SHAPE, SavedTensors, as_priced, run_again, saved_tensors, select, tensor
 from planner.segment_cost import Recomputation, SegmentCost
 from planner.segments import segment_nodes
+from planner.states import Weights, states
 
 
 @dataclass(frozen=True)
@@ -225,65 +222,38 @@ def _segment_cost(
     forward, backward = sum(c.forward_s for c in costs), sum(c.backward_s for c in costs)
     forward_comm = sum(c.forward_communication_s for c in costs)
     backward_comm = sum(c.backward_communication_s for c in costs)
-    mesh, cluster = pricing.mesh, pricing.cluster
-    trainable = [leaf for leaf in parameters if leaf.trainable]
-    frozen_bytes = sum(leaf.value.size_bytes for leaf in parameters if not leaf.trainable)
-    trainable_bytes = sum(leaf.value.size_bytes for leaf in trainable)
-    tied = [leaf for leaf in trainable if _is_shared(graph, leaf.name)]
-    # A parameter shared by segments is not sharded by ZeRO-3: it has no single owner to gather it.
-    held_whole = [leaf for leaf in trainable if pricing.zero != 3 or leaf in tied]
-    held_cut = [leaf for leaf in trainable if leaf not in held_whole]
-    whole_bytes_held = sum(leaf.value.size_bytes for leaf in held_whole)
-    cut_bytes = trainable_bytes - whole_bytes_held
-    held = [_states(leaf, pricing, 0) for leaf in held_whole] + [_states(leaf, pricing, 3) for leaf in held_cut]
-    overlaps = cluster.device.kind != "cpu"
-    sync = 0.0
-    temporary = _largest_bytes(graph, nodes)
-    if mesh.dp > 1:
-        reduce_s = collective_time_s("all_reduce", whole_bytes_held, mesh.dp, mesh.stride("dp"), cluster)
-        if whole_bytes_held:
-            sync += reduce_s if number == 0 or not overlaps else max(0.0, reduce_s - backward)
-        if cut_bytes and pricing.zero == 3:
-            gather = collective_time_s("all_gather", cut_bytes, mesh.dp, mesh.stride("dp"), cluster)
-            scatter = collective_time_s("reduce_scatter", cut_bytes, mesh.dp, mesh.stride("dp"), cluster)
-            ahead = max(0.0, gather - forward) if overlaps else gather
-            behind = max(0.0, gather + scatter - backward) if overlaps else gather + scatter
-            forward, forward_comm = forward + ahead, forward_comm + ahead
-            backward, backward_comm = backward + behind, backward_comm + behind
-            temporary += gathered_bytes([cut_bytes, cut_bytes])
-    partial_bytes = sum(leaf.value.size_bytes for leaf in trainable if leaf.name in partial_on_tp)
-    if partial_bytes and mesh.tp > 1:
-        sync += collective_time_s("all_reduce", partial_bytes, mesh.tp, mesh.stride("tp"), cluster)
-    if mesh.pp > 1 and tied:
-        tied_bytes = sum(leaf.value.size_bytes for leaf in tied)
-        sync += collective_time_s("all_reduce", tied_bytes, 2, mesh.stride("pp"), cluster)
-    stepped = sum(h.weights_bytes for h in held)
-    saved = saved_tensors(graph, nodes, cluster.device.kind)
+    shared = frozenset(leaf.name for leaf in parameters if _is_shared(graph, leaf.name))
+    held = states(
+        Weights(parameters, shared, partial_on_tp, number == 0),
+        forward,
+        backward,
+        pricing.mesh,
+        pricing.cluster,
+        pricing.optimizer,
+        pricing.zero,
+    )
+    saved = saved_tensors(graph, nodes, pricing.cluster.device.kind)
     inputs = _inputs(graph, number, nodes)
     own_nodes = [node for node in nodes if node.segment >= 0]
     selective, full = _recomputations(graph, own_nodes, saved, inputs, pricing)
     return SegmentCost(
-        forward_s=forward,
-        backward_s=backward,
-        forward_communication_s=forward_comm,
-        backward_communication_s=backward_comm,
+        forward_s=forward + held.ahead_s,
+        backward_s=backward + held.behind_s,
+        forward_communication_s=forward_comm + held.ahead_s,
+        backward_communication_s=backward_comm + held.behind_s,
         activations_bytes=saved.own_bytes,
         input_bytes=sum(inputs.values()),
-        weights_bytes=stepped + frozen_bytes,
-        gradients_bytes=sum(h.gradients_bytes for h in held),
-        optimizer_bytes=sum(h.optimizer_bytes for h in held),
-        temporary_bytes=temporary + saved.shared,
-        gradient_sync_per_step_s=sync,
-        optimizer_per_step_s=optimizer_step_s(stepped, pricing.optimizer, cluster.device),
+        weights_bytes=held.weights_bytes,
+        gradients_bytes=held.gradients_bytes,
+        optimizer_bytes=held.optimizer_bytes,
+        temporary_bytes=_largest_bytes(graph, nodes) + held.temporary_bytes + saved.shared,
+        gradient_sync_per_step_s=held.sync_per_step_s,
+        optimizer_per_step_s=held.update_per_step_s,
         transfer_s=transfer_s,
         weight_backward_s=for_weights,
         selective=selective,
         full=full,
     )
-
-
-def _states(leaf: Leaf, pricing: Pricing, zero: int) -> StateBytes:
-    return state_bytes(leaf.value.size_bytes, leaf.value.dtype, pricing.optimizer, zero, pricing.mesh.dp)
 
 
 def _is_shared(graph: Graph, name: str) -> bool:

@@ -100,13 +100,13 @@ def _options(words: Sequence[str], text: str) -> dict[str, int | str]:
         key, _, value = word.partition("=")
         if key in ("mb", "v") and re.fullmatch(r"[1-9]\d*", value):
             found[key] = int(value)
-        elif key == "zero" and value in ("0", "3"):
+        elif key == "zero" and value in ("0", "1", "2", "3"):
             found[key] = int(value)
         elif (key == "recompute" and value in RECOMPUTATIONS) or (key == "schedule" and value in SCHEDULES):
             found[key] = value
         else:
             raise BadInput(
-                f"strategy {text!r}: {word!r} is not an option; the options are mb=<number>, zero=0|3, "
+                f"strategy {text!r}: {word!r} is not an option; the options are mb=<number>, zero=0|1|2|3, "
                 f"recompute={'|'.join(RECOMPUTATIONS)}, schedule={'|'.join(SCHEDULES)}, v=<stages a rank>"
             )
     return found
@@ -150,9 +150,10 @@ def plan_by_hand(evaluator: Evaluator, text: str) -> Plan:
     if refusal:
         raise BadInput(f"strategy {text!r}: {refusal}")
     configuration = Configuration(mesh, micro_batches, picked.zero if mesh.dp > 1 else 0, schedule, chunks)
-    if schedule == ZERO_BUBBLE and (configuration.zero or picked.recompute != "none"):
+    if schedule == ZERO_BUBBLE and (configuration.zero > 1 or picked.recompute != "none"):
         raise BadInput(
-            f"strategy {text!r}: zero-bubble runs with zero=0 and recompute=none only; leave them out, or use another schedule"
+            f"strategy {text!r}: zero-bubble runs with zero=0 or 1 and recompute=none only; leave them "
+            "out, or use another schedule"
         )
     evaluator.split(mesh.dp, micro_batches)
     letters = (

@@ -122,7 +122,7 @@ def load_checkpoint(
     for h in held:
         _check_stored(path, stored, h.spec)
         wanted.append((h.spec.target, h, None))
-        if optimizer is not None and id(h.tensor) in optimizer.names:
+        if optimizer is not None and id(h.updated) in optimizer.names:
             ending = f".{h.spec.target}"
             for key in sorted(k for k in stored if k.startswith(PREFIX) and k.endswith(ending)):
                 state = key[len(PREFIX) : -len(ending)]
@@ -138,7 +138,7 @@ def load_checkpoint(
             if remembered is None:
                 load_local(h.tensor, h.spec, wholes[key], axes)
             else:
-                entries.append((h.spec.target, remembered, _local_like(h.tensor, h.spec, wholes[key], axes)))
+                entries.append((h.spec.target, remembered, _local_like(h.updated, h.spec, wholes[key], axes)))
     if optimizer is not None:
         optimizer.load(entries)
     _barrier()

@@ -229,6 +229,26 @@ def _reduce_scatter(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
     return mine
 
 
+def reduce_scatter_flat(mine: torch.Tensor, parts: torch.Tensor, axis: Axis) -> dist.Work:
+    """Start to write the sum over ranks of row ``axis.index`` of ``parts`` [k, n] into ``mine`` [n]."""
+    received, sent = mine, parts.view(-1)
+    if sent.is_complex():
+        received, sent = torch.view_as_real(received).view(-1), torch.view_as_real(sent).view(-1)
+    work = _reduce_scatter_sum(received, sent, group=axis.group, async_op=True)
+    assert work is not None
+    return work
+
+
+def all_gather_flat(parts: torch.Tensor, mine: torch.Tensor, axis: Axis) -> dist.Work:
+    """Start to write every rank's ``mine`` [n] into ``parts`` [k, n]."""
+    received, sent = parts.view(-1), mine.view(-1)
+    if sent.is_complex():
+        received, sent = torch.view_as_real(received).view(-1), torch.view_as_real(sent).view(-1)
+    work = _all_gather(received, sent, group=axis.group, async_op=True)
+    assert work is not None
+    return work
+
+
 def _all_to_all(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
     """[k, *local]: what each rank had for this one."""
     received = torch.empty_like(parts)

@@ -32,11 +32,17 @@ from runtime.operators import seeded
 
 
 class _Owner(nn.Module):
-    """A module with further names for tensors, its own or another module's."""
+    """A module with further names for tensors, its own or another module's.
+
+    ``shards``: attribute -> the part of that weight which this rank updates (runtime.shards).
+    """
+
+    shards: dict[str, nn.Parameter]
 
     def __init__(self) -> None:
         super().__init__()
         self.__dict__["_further_names"] = {}
+        self.__dict__["shards"] = {}
 
     def __getattr__(self, name: str) -> Any:
         found = self.__dict__.get("_further_names", {}).get(name)
@@ -113,6 +119,12 @@ class Held:
     def tensor(self) -> torch.Tensor:
         """The local tensor: a parameter or buffer; a DTensor on dp where FSDP shards it."""
         return cast(torch.Tensor, getattr(self.module, self.attribute))
+
+    @property
+    def updated(self) -> torch.Tensor:
+        """What the optimizer updates, and where a step leaves the gradient: ``tensor``, or under ZeRO-1 and 2 its shard."""
+        shard: torch.Tensor | None = self.module.__dict__["shards"].get(self.attribute)
+        return self.tensor if shard is None else shard
 
 
 class RankModule(nn.ModuleList):

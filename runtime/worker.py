@@ -28,6 +28,7 @@ from runtime.gradients import GradientReducer, clip_gradients
 from runtime.groups import Groups
 from runtime.opaque import load_modules
 from runtime.optimizer import StageOptimizer
+from runtime.shards import gather, shard
 from runtime.stage_module import RankModule, build_rank
 from runtime.step import Step, axes_for, largest_stages
 
@@ -108,8 +109,9 @@ class Rank:
         return self._loaded
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
-        """Original name -> local parameter (a DTensor under ZeRO-3) of this rank's stages. Not collective."""
-        return {h.spec.target: h.tensor for h in self._here.module.held if not h.spec.is_buffer}
+        """Original name -> what the optimizer updates of this rank's stages: the local parameter, a DTensor on dp where ZeRO
+        cuts it. Not collective."""
+        return {h.spec.target: h.updated for h in self._here.module.held if not h.spec.is_buffer}
 
     def forward_backward(self, batch: Mapping[str, torch.Tensor], step: int = 0) -> float:
         """Run all micro-batches of ``batch``, input name -> whole global tensor; returns the global loss on every rank.
@@ -137,7 +139,7 @@ class Rank:
         for h in state.owned(here.module.held, here.axes["pp"]):
             if h.spec.is_buffer or not h.spec.trainable:
                 continue
-            gradient = h.tensor.grad
+            gradient = h.updated.grad
             whole = None if gradient is None else state.assemble(gradient, h.spec, here.axes)
             if here.answers:
                 result[h.spec.target] = None if whole is None else whole.detach().to("cpu", copy=True)
@@ -166,8 +168,12 @@ class Rank:
         self._here.optimizer = StageOptimizer(spec, trainable)
 
     def step(self) -> None:
-        """One update by the optimizer. Not collective."""
-        self._optimizer.step()
+        """One update by the optimizer. Under ZeRO-1 and 2 the ranks then exchange what they updated."""
+        self._update(self._optimizer)
+
+    def _update(self, optimizer: StageOptimizer) -> None:
+        optimizer.step()
+        gather(self._here.module.held, self._here.axes["dp"])
 
     @property
     def _optimizer(self) -> StageOptimizer:
@@ -178,7 +184,7 @@ class Rank:
     def zero_grad(self) -> None:
         """Drop all gradients. Not collective."""
         for h in self._here.module.held:
-            h.tensor.grad = None
+            h.tensor.grad = h.updated.grad = None
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scale gradients to a global 2-norm of at most ``max_norm``; returns the norm before, of the whole model."""
@@ -192,7 +198,7 @@ class Rank:
         loss = self.forward_backward(batch, step)
         if max_norm is not None:
             self.clip_grad_norm(max_norm)
-        optimizer.step()
+        self._update(optimizer)
         return loss
 
     def save(self, path: str) -> None:
@@ -257,7 +263,10 @@ class _Loaded:
             stages: groups.over_stages(program.mesh, tuple(sorted({i % pp for i in stages})))
             for stages in sorted(shared)
         }
-        self.reducer = GradientReducer(self.module.held, self.axes, tied, program.micro_batches)
+        if program.zero in (1, 2):
+            shard(self.module, self.axes["dp"], device)
+        at_once = [stage.held for stage in self.module.stages] if program.zero == 2 else []
+        self.reducer = GradientReducer(self.module.held, self.axes, tied, program.micro_batches, at_once)
         self.steps = [Step(program, self.module, axes, device)]
         self.optimizer: StageOptimizer | None = None
 

@@ -85,7 +85,8 @@ class StageEstimate:
     recomputation (``recomputation_s``, part of backward), but not ``transfer_s``: the delay, each way, of what travels
     between this stage and the next. ``weight_backward_s``: the part of backward that makes gradients of weights only.
     ``memory``: of several stages on one device, each one's share of what the device needs at its peak.
-    ``gradient_sync_per_step_s`` is the exposed part of the gradient reduction; ``optimizer_per_step_s`` the update.
+    ``gradient_sync_per_step_s`` is the exposed part of the gradient reduction and, under ZeRO-1 and 2, the gathering of what
+    other ranks updated; ``optimizer_per_step_s`` the update.
     """
 
     forward_s: float

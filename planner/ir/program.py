@@ -79,7 +79,7 @@ SOURCE_NAMES = frozenset(re.findall(r"^(?:    )?(\w+)[,:]", PREAMBLE, re.MULTILI
 )
 # Attributes of the base classes of a source (runtime.stage_module), which no tensor may hide.
 SOURCE_ATTRIBUTES = frozenset(
-    "finish_writes forward held keep opaque opaque_modules prologue running segments write".split()
+    "finish_writes forward held keep opaque opaque_modules prologue running segments shards write".split()
 )
 
 

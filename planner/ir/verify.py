@@ -14,7 +14,7 @@ from planner.ir.plan import RECOMPUTATIONS, Estimate, Plan
 from planner.schedules import ZERO_BUBBLE, check
 from planner.simulate import estimate_step
 
-ZERO_STAGES = (0, 3)
+ZERO_STAGES = (0, 1, 2, 3)
 OUTCOMES = ("best", "solved", "tried", "pruned", "infeasible", "open")
 REMEDY = "Undo the edit, or write the plan again with 'planner plan'."
 TOLERANCE = 1e-9  # relative, between a stored figure and the same figure computed again
@@ -66,8 +66,8 @@ def _structure(plan: Plan) -> Iterator[str]:
 
 def _zero_bubble(plan: Plan) -> Iterator[str]:
     """What a backward in two parts cannot be mixed with: torch would run it twice, or lose gradients without a word."""
-    if plan.zero and plan.mesh.dp > 1:
-        yield f"zero-bubble runs with ZeRO 0 only, not {plan.zero}; use another schedule, or zero=0"
+    if plan.zero > 1 and plan.mesh.dp > 1:
+        yield f"zero-bubble runs with ZeRO 0 and 1 only, not {plan.zero}; use another schedule, or zero=1"
     if any(word != "none" for word in plan.recompute):
         yield "zero-bubble runs without recomputation only; use another schedule, or recompute=none"
 

@@ -77,7 +77,10 @@ def zero_words(plan: Plan) -> str:
         return "not used (one shard of the batch)"
     if plan.zero == 0:
         return "0: every data shard holds all weights, gradients and optimizer state of its stage"
-    return f"{plan.zero}: weights, gradients and optimizer state are cut over the {plan.mesh.dp} data shards"
+    what = {1: "optimizer state is", 2: "gradients and optimizer state are"}.get(
+        plan.zero, "weights, gradients and optimizer state are"
+    )
+    return f"{plan.zero}: {what} cut over the {plan.mesh.dp} data shards"
 
 
 def recompute_words(plan: Plan) -> str:

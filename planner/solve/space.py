@@ -196,4 +196,4 @@ def schedules(pp: int, micro_batches: int, segments: int) -> Iterator[tuple[str,
 
 
 def zero_stages(dp: int, schedule: str) -> tuple[int, ...]:
-    return (0, 3) if dp > 1 and schedule != ZERO_BUBBLE else (0,)
+    return (0,) if dp == 1 else (0, 1) if schedule == ZERO_BUBBLE else (0, 1, 2, 3)

@@ -1,0 +1,138 @@
+"""Weights, gradients and optimizer state of a segment on one device, and what keeping the data-parallel ranks alike costs.
+
+Of W bytes of trainable weights on N ranks of dp (see costmodels.memory for what is held), as the runtime does it:
+
+    ZeRO 0     once a step        all-reduce W, during backward
+    ZeRO 1     once a step        reduce-scatter W, during backward; all-gather W after the update
+    ZeRO 2     a micro-batch      reduce-scatter W, during backward; once a step all-gather W after the update
+    ZeRO 3     a micro-batch      all-gather W during forward; all-gather and reduce-scatter W during backward
+
+What overlaps with a backward of b is exposed as max(0, . - b), and what is done once a step all of it for the first segment,
+whose backward is the last to finish; on a CPU, which has no engine of its own for copies, everything is. Shards are cut along
+dim 0, so the first rank holds ceil(rows / N) rows. ZeRO-1 and 2 leave scalars whole, ZeRO-3 weights that several segments
+use: these have no single owner to gather them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from costmodels.collectives import collective_time_s
+from costmodels.compute import optimizer_step_s
+from costmodels.hardware import Cluster
+from costmodels.memory import gathered_bytes, state_bytes
+from planner.ir.graph import Leaf
+from planner.ir.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes on one device; exposed seconds: ``ahead_s`` of a forward, ``behind_s`` of a backward, ``*_per_step_s``."""
+
+    weights_bytes: int = 0
+    gradients_bytes: int = 0
+    optimizer_bytes: int = 0
+    temporary_bytes: int = 0
+    ahead_s: float = 0.0
+    behind_s: float = 0.0
+    sync_per_step_s: float = 0.0
+    update_per_step_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A segment's parameters. ``shared``: used by other segments too; ``partial``: gradients summed over tp once a step;
+    ``first``: those of the first segment."""
+
+    parameters: Sequence[Leaf]
+    shared: frozenset[str]
+    partial: frozenset[str]
+    first: bool
+
+
+def states(
+    weights: Weights, forward_s: float, backward_s: float, mesh: Mesh, cluster: Cluster, optimizer: str, zero: int
+) -> States:
+    """``forward_s``, ``backward_s``: of one micro-batch of the segment, what exchanges may overlap with."""
+    dp = mesh.dp
+    stage = zero if dp > 1 else 0
+    trainable = [leaf for leaf in weights.parameters if leaf.trainable]
+    cut = [leaf for leaf in trainable if _is_cut(leaf, weights, stage)]
+    names = {leaf.name for leaf in cut}
+    whole = [leaf for leaf in trainable if leaf.name not in names]
+    held = [state_bytes(leaf.value.size_bytes, leaf.value.dtype, optimizer, 0, dp) for leaf in whole]
+    held += [state_bytes(padded_bytes(leaf, dp), leaf.value.dtype, optimizer, stage, dp) for leaf in cut]
+    if stage < 3:  # whole, without what fills shards up
+        weights_bytes, gradients_bytes = _bytes(trainable), _bytes(trainable)
+    else:
+        weights_bytes, gradients_bytes = sum(h.weights_bytes for h in held), 0
+    if stage >= 2:
+        gradients_bytes = sum(h.gradients_bytes for h in held)
+    overlaps = cluster.device.kind != "cpu"
+
+    def seconds(kind: str, size: int, axis: str = "dp") -> float:
+        return collective_time_s(kind, size, mesh.degree(axis), mesh.stride(axis), cluster) if size else 0.0
+
+    def exposed(time_s: float, hiding_s: float) -> float:
+        return max(0.0, time_s - hiding_s) if overlaps else time_s
+
+    def last(time_s: float) -> float:
+        return time_s if weights.first else exposed(time_s, backward_s)
+
+    cut_bytes = _bytes(cut)
+    gather, scatter = seconds("all_gather", cut_bytes), seconds("reduce_scatter", cut_bytes)
+    sync = last(seconds("all_reduce", _bytes(whole))) if dp > 1 else 0.0
+    ahead = behind = 0.0
+    temporary = 0
+    if stage == 1:
+        sync += last(scatter) + gather
+    elif stage == 2:
+        behind = exposed(scatter, backward_s)
+        sync += last(scatter) - behind + gather
+        temporary = cut_bytes  # gradients are whole until they are reduced
+    elif stage == 3 and cut:
+        ahead, behind = exposed(gather, forward_s), exposed(gather + scatter, backward_s)
+        temporary = gathered_bytes([cut_bytes, cut_bytes])
+    if mesh.tp > 1:
+        partial = [leaf for leaf in trainable if leaf.name in weights.partial]
+        sync += seconds("all_reduce", _reduced_bytes(partial, names, dp), "tp")
+    if mesh.pp > 1:
+        copies = [leaf for leaf in trainable if leaf.name in weights.shared]
+        sync += _copies_s(_reduced_bytes(copies, names, dp), mesh, cluster)
+    return States(
+        weights_bytes + _bytes([leaf for leaf in weights.parameters if not leaf.trainable]),
+        gradients_bytes,
+        sum(h.optimizer_bytes for h in held),
+        temporary,
+        ahead,
+        behind,
+        sync,
+        optimizer_step_s(_reduced_bytes(trainable, names, dp), optimizer, cluster.device),
+    )
+
+
+def _is_cut(leaf: Leaf, weights: Weights, zero: int) -> bool:
+    if zero == 3:
+        return leaf.name not in weights.shared
+    return zero > 0 and bool(leaf.value.shape)
+
+
+def _bytes(leaves: Sequence[Leaf]) -> int:
+    return sum(leaf.value.size_bytes for leaf in leaves)
+
+
+def padded_bytes(leaf: Leaf, dp: int) -> int:
+    """``dp`` times the largest shard."""
+    rows = leaf.value.shape[0] if leaf.value.shape else 1
+    return leaf.value.size_bytes // rows * -(-rows // dp) * dp if rows else 0
+
+
+def _reduced_bytes(leaves: Sequence[Leaf], cut: set[str], dp: int) -> int:
+    """What a device holds of the gradients of ``leaves`` once they are reduced over dp."""
+    return sum(padded_bytes(x, dp) // dp if x.name in cut else x.value.size_bytes for x in leaves)
+
+
+def _copies_s(size: int, mesh: Mesh, cluster: Cluster) -> float:
+    """Adding the gradients of copies of a weight on two stages."""
+    return collective_time_s("all_reduce", size, 2, mesh.stride("pp"), cluster) if size else 0.0
