@@ -283,8 +283,8 @@ def test_only_rank_0_of_torchrun_prints(folder: Path, api: FakeApi, monkeypatch:
 
 
 def test_an_illegal_plan_is_never_run(folder: Path, api: FakeApi) -> None:
-    replace(example_plan(), zero=1).save(folder / "bad.json")
-    assert "ZeRO stage 1" in planner("run", "small_model:build", "--plan", "bad.json", code=4).stderr
+    replace(example_plan(), zero=4).save(folder / "bad.json")
+    assert "ZeRO stage 4" in planner("run", "small_model:build", "--plan", "bad.json", code=4).stderr
     assert not api.calls
 
 

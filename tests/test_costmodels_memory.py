@@ -287,7 +287,7 @@ def test_state_by_hand() -> None:
     ("arguments", "told"),
     [
         ((1, "float32", "lion"), "unknown optimizer 'lion'"),
-        ((1, "float32", "adamw", 2), "ZeRO stage 2 is not modelled; choose 0 or 3"),
+        ((1, "float32", "adamw", 4), "no ZeRO stage 4; choose 0, 1, 2 or 3"),
         ((1, "fp32"), "unknown dtype 'fp32'"),
         ((1, "float32", "adamw", 3, 0), "on 0 data-parallel ranks"),
     ],
@@ -302,6 +302,11 @@ def test_shards_cover_the_whole_and_waste_less_than_a_byte_a_rank(size: int, dp:
     whole = state_bytes(size, "float32", optimizer)
     shard = state_bytes(size, "float32", optimizer, 3, dp)
     assert state_bytes(size, "float32", optimizer, 0, dp) == whole
+    one, two = (state_bytes(size, "float32", optimizer, stage, dp) for stage in (1, 2))
+    assert (one.weights_bytes, one.gradients_bytes, one.optimizer_bytes) == (size, size, shard.optimizer_bytes)
+    assert (two.weights_bytes, two.gradients_bytes, two.optimizer_bytes) == (
+        size, shard.gradients_bytes, shard.optimizer_bytes
+    )  # fmt: skip
     for field in ("weights_bytes", "gradients_bytes", "optimizer_bytes"):
         assert 0 <= getattr(shard, field) * dp - getattr(whole, field) < dp
 

@@ -64,7 +64,7 @@ def test_it_reads(text: str, expected: HandPicked) -> None:
 @given(
     st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)),
     st.none() | st.integers(1, 64),
-    st.none() | st.sampled_from([0, 3]),
+    st.none() | st.sampled_from([0, 1, 2, 3]),
     st.none() | st.sampled_from(RECOMPUTATIONS),
     st.none() | st.sampled_from(["gpipe", "1f1b"]),
     st.randoms(use_true_random=False),
@@ -91,11 +91,11 @@ def test_it_reads_what_is_written(degrees, mb, zero, recompute, schedule, random
         ("dp0", r"starts with 'dp0'"),
         ("dp2", r"strategy 'dp2' is for 2 devices, but 4 are to be used; make the degrees multiply to 4"),
         ("single", r"is for 1 devices, but 4"),
-        ("ddp mb=0", r"strategy 'ddp mb=0': 'mb=0' is not an option; the options are mb=<number>, zero=0\|3, "),
+        ("ddp mb=0", r"strategy 'ddp mb=0': 'mb=0' is not an option; the options are mb=<number>, zero=0\|1\|2\|3, "),
         ("ddp mb=-1", r"'mb=-1' is not an option"),
         ("ddp mb=two", r"'mb=two' is not an option"),
         ("ddp mb", r"'mb' is not an option"),
-        ("ddp zero=1", r"'zero=1' is not an option"),
+        ("ddp zero=4", r"'zero=4' is not an option"),
         ("ddp recompute=some", r"'recompute=some' is not an option"),
         ("gpipe schedule=zb", r"'schedule=zb' is not an option; .* schedule=gpipe\|1f1b"),
         ("ddp tp", r"'tp' is not an option"),
@@ -132,8 +132,11 @@ def test_what_cannot_be_read(text: str, message: str) -> None:
         ),
         ("pp2.tp8 mb=4 v=2 schedule=1f1b", r"1f1b runs one stage a rank, not 2"),
         ("pp2.tp8 mb=4 v=1 schedule=interleaved", r"interleaved needs at least 2 stages a rank"),
-        ("pp2.dp8 mb=1 zero=3 schedule=zero-bubble", r"zero-bubble runs with zero=0 and recompute=none only"),
-        ("pp2.tp8 mb=2 recompute=full schedule=zero-bubble", r"zero-bubble runs with zero=0 and recompute=none only"),
+        ("pp2.dp8 mb=1 zero=3 schedule=zero-bubble", r"zero-bubble runs with zero=0 or 1 and recompute=none only"),
+        (
+            "pp2.tp8 mb=2 recompute=full schedule=zero-bubble",
+            r"zero-bubble runs with zero=0 or 1 and recompute=none only",
+        ),
     ],
 )
 def test_what_cannot_be_planned(text: str, message: str) -> None:

@@ -53,12 +53,12 @@ def test_examples_pass() -> None:
         ({"chunks": 2}, r"it has 2 stages, but its mesh pp2\.dp2\.tp2 has 2 of 2 stages each"),
         ({"schedule": "interleaved"}, r"interleaved needs at least 2 stages a rank \(v=2\)"),
         ({"schedule": "zero-bubble"}, "zero-bubble runs without recomputation only"),
-        ({"schedule": "zero-bubble", "zero": 3}, "zero-bubble runs with ZeRO 0 only, not 3"),
+        ({"schedule": "zero-bubble", "zero": 3}, "zero-bubble runs with ZeRO 0 and 1 only, not 3"),
         (
             {"schedule": "zero-bubble", "micro_batches": 7},
             r"equal rounds, of which 7 on pp2 make 3; use a multiple of 3, such as mb=6",
         ),
-        ({"zero": 2}, "ZeRO stage 2; it must be one of 0, 3"),
+        ({"zero": 4}, "ZeRO stage 4; it must be one of 0, 1, 2, 3"),
         ({"layouts": (OperatorLayout("a", "op", "", 7, "b", "R"),)}, "operator a is laid out for segments of kind 7"),
         (
             {"layouts": (OperatorLayout("a", "op", "", 0, "", "R"),)},

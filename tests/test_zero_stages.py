@@ -90,10 +90,8 @@ def test_a_rank_holds_what_the_plan_says() -> None:
     found = traced(case)
     evaluator = Evaluator(problem(found.graph, cluster(2, kind="cpu")))
     plans = [plan_by_hand(evaluator, f"dp2 mb=2 zero={zero}") for zero in range(4)]
-    expected = [
-        {f"{kind}_bytes": getattr(plan.estimate.stages[0].memory, f"{kind}_bytes") for kind in ("weights", "gradients", "optimizer")}
-        for plan in plans
-    ]  # fmt: skip
+    kinds = ("weights_bytes", "gradients_bytes", "optimizer_bytes")
+    expected = [{kind: getattr(plan.estimate.devices[0], kind) for kind in kinds} for plan in plans]
     run_ranks(holds, 2, [lower(found.graph, plan).to_dict() for plan in plans], expected)
 
 
