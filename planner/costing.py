@@ -34,13 +34,17 @@ from planner.states import Weights, states
 
 @dataclass(frozen=True)
 class Pricing:
-    """What prices depend on besides the graph."""
+    """What prices depend on besides the graph.
+
+    ``reduces_in_backward``: gradients are reduced as backward makes them; under zero-bubble they are when it is over.
+    """
 
     cluster: Cluster
     mesh: Mesh
     optimizer: str = "adamw"
     zero: int = 0
     micro_batches: int | Fraction = 1
+    reduces_in_backward: bool = True
 
 
 @dataclass(frozen=True)
@@ -231,6 +235,7 @@ def _segment_cost(
         pricing.cluster,
         pricing.optimizer,
         pricing.zero,
+        pricing.reduces_in_backward,
     )
     saved = saved_tensors(graph, nodes, pricing.cluster.device.kind)
     inputs = _inputs(graph, number, nodes)

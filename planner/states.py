@@ -7,10 +7,10 @@ Of W bytes of trainable weights on N ranks of dp (see costmodels.memory for what
     ZeRO 2     a micro-batch      reduce-scatter W, during backward; once a step all-gather W after the update
     ZeRO 3     a micro-batch      all-gather W during forward; all-gather and reduce-scatter W during backward
 
-What overlaps with a backward of b is exposed as max(0, . - b), and what is done once a step all of it for the first segment,
-whose backward is the last to finish; on a CPU, which has no engine of its own for copies, everything is. Shards are cut along
-dim 0, so the first rank holds ceil(rows / N) rows. ZeRO-1 and 2 leave scalars whole, ZeRO-3 weights that several segments
-use: these have no single owner to gather them.
+What overlaps with a backward of b is exposed as max(0, . - b). Of what is done once a step everything is exposed for the first
+segment, whose backward is the last to finish; under zero-bubble, which reduces when backward is over; and on a CPU, which has
+no engine of its own for copies. Shards are cut along dim 0, so the first rank holds ceil(rows / N) rows. ZeRO-1 and 2 leave
+scalars whole, ZeRO-3 weights that several segments use: these have no single owner to gather them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,14 @@ class Weights:
 
 
 def states(
-    weights: Weights, forward_s: float, backward_s: float, mesh: Mesh, cluster: Cluster, optimizer: str, zero: int
+    weights: Weights,
+    forward_s: float,
+    backward_s: float,
+    mesh: Mesh,
+    cluster: Cluster,
+    optimizer: str,
+    zero: int,
+    reduces_in_backward: bool = True,
 ) -> States:
     """``forward_s``, ``backward_s``: of one micro-batch of the segment, what exchanges may overlap with."""
     dp = mesh.dp
@@ -78,7 +85,7 @@ def states(
         return max(0.0, time_s - hiding_s) if overlaps else time_s
 
     def last(time_s: float) -> float:
-        return time_s if weights.first else exposed(time_s, backward_s)
+        return time_s if weights.first or not reduces_in_backward else exposed(time_s, backward_s)
 
     cut_bytes = _bytes(cut)
     gather, scatter = seconds("all_gather", cut_bytes), seconds("reduce_scatter", cut_bytes)

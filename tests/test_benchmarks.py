@@ -44,8 +44,8 @@ def test_every_kind_of_shape_is_planned(kind: str) -> None:
     )
     found = shapes.problem(kind, 8, "dgx-a100-80gb", 2, small)
     assert found.graph.batch_size == 8 and found.graph.notes == ()
-    plan = search(found)
-    assert 0 <= plan.gap < 1
+    plan = search(found, time_limit_s=60.0)
+    assert not [item for item in plan.searched if item.outcome == "open"]
 
 
 # --- hand-picked ------------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def test_a_pair_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     found = small_pair(monkeypatch)
     compared = hand_picked.Compared(hand_picked.Pair("thin", "dgx-a100-80gb", 4, 16), found)
     assert len(found["tried"]) == 12 and sum(x["step_time_s"] is not None for x in found["tried"]) >= 6
-    assert 0 <= found["gap"] < 1 and compared.gain is not None
+    assert compared.gain is not None and compared.gain >= 1 - 1e-9
     shown = hand_picked.cells(compared)
     assert len(shown) == len(hand_picked.HEADINGS) and shown[0] == "thin, batch 16, 4 x dgx-a100-80gb"
 

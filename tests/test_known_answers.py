@@ -20,9 +20,9 @@ from tests.search_cases import AMPLE, cluster, problem, traced
 
 
 def solved(graph: Graph, on: Cluster, memory_limit_bytes: int = AMPLE) -> Plan:
-    """The proven best plan."""
-    plan = search(problem(graph, on, memory_limit_bytes))
-    assert 0 <= plan.gap < 1 and plan.estimate.fits
+    """The best plan, with nothing of the space left out: each part was solved, or is ruled out by its bound."""
+    plan = search(problem(graph, on, memory_limit_bytes), time_limit_s=60.0)
+    assert plan.estimate.fits and not [item for item in plan.searched if item.outcome == "open"]
     return plan
 
 
@@ -87,7 +87,7 @@ def test_two_large_products_are_cut_by_columns_then_by_rows() -> None:
 
 def test_a_giant_vocabulary_is_cut_in_the_embedding_and_in_the_loss() -> None:
     plan = solved(small_gpt(8, vocabulary=65536, length=16, width=64, layers=2), cluster(4))
-    assert plan.mesh.tp > 1
+    assert plan.mesh.tp == 4
     by_module = {row.module: row for row in operators(plan, "embedding")}
     assert by_module["token_embedding"].tp == "v"
     head = operators(plan, "linear")[-1]

@@ -25,7 +25,7 @@ from planner.ir.graph import Graph, Node
 from planner.ir.mesh import Mesh
 from planner.ir.plan import Plan, Searched, SegmentInfo
 from planner.layouts import record, scaled, strategy_names
-from planner.schedules import held, in_flight
+from planner.schedules import ZERO_BUBBLE, held, in_flight
 from planner.segment_cost import SegmentCost, stage_estimates
 from planner.segments import cut_into_segments, segment_count, segment_kinds, segment_label, segment_nodes
 from planner.shard import Sharded, shard
@@ -66,10 +66,10 @@ class Evaluator:
         self.work_done = 0  # operators put into programs so far
         self._splits: dict[tuple[int, int], BatchSplit] = {}
         self._work: dict[tuple[int, int], tuple[tuple[float, float], ...]] = {}
-        self._ideal: dict[tuple[int, int, int], tuple[SegmentCost, ...]] = {}
-        self._letters: dict[tuple[Mesh, int, str, float], Letters] = {}
+        self._ideal: dict[tuple[int, int, int, bool], tuple[SegmentCost, ...]] = {}
+        self._letters: dict[tuple[Mesh, int, int, str, float], Letters] = {}
         self._local: dict[int, tuple[Letters, Sharded]] = {}
-        self._costs: dict[tuple[int, Mesh, int, int], tuple[SegmentCost, ...]] = {}
+        self._costs: dict[tuple[int, Mesh, int, int, bool], tuple[SegmentCost, ...]] = {}
 
     def split(self, dp: int, micro_batches: int) -> BatchSplit:
         """One dp rank's micro-batch of the folded graph. Raises BadInput when the batch cannot be cut so."""
@@ -85,6 +85,7 @@ class Evaluator:
             self.problem.optimizer,
             configuration.zero,
             configuration.micro_batches,
+            configuration.schedule != ZERO_BUBBLE,
         )
 
     def work(self, dp: int, micro_batches: int) -> tuple[tuple[float, float], ...]:
@@ -137,7 +138,8 @@ class Evaluator:
     def ideal_costs(self, configuration: Configuration) -> tuple[SegmentCost, ...]:
         """Segment costs on a device that holds everything of a stage (tp = 1): a tp-th of them, where sizes are meant, is
         the least any letters leave to one device."""
-        key = (configuration.mesh.dp, configuration.micro_batches, configuration.zero)
+        in_two = configuration.schedule == ZERO_BUBBLE
+        key = (configuration.mesh.dp, configuration.micro_batches, configuration.zero, in_two)
         if key not in self._ideal:
             ideal = replace(configuration, mesh=Mesh(dp=configuration.mesh.dp))
             self._ideal[key] = self.costs(ideal, self.letters(ideal))
@@ -205,7 +207,8 @@ class Evaluator:
         mesh = configuration.mesh
         if mesh.stride("tp") == 1:
             mesh = Mesh(dp=mesh.dp, tp=mesh.tp)
-        key = (mesh, configuration.micro_batches, variant, held)
+        zero = 3 if configuration.zero else 0  # what a weight costs once a step: a share, or all of it
+        key = (mesh, configuration.micro_batches, zero, variant, held)
         if key in self._letters:
             return self._letters[key]
         graph = self.split(mesh.dp, configuration.micro_batches).graph
@@ -213,7 +216,7 @@ class Evaluator:
             found = whole_letters(graph)
         else:
             price = self._lean_price_us(configuration) if variant == LEAN else 0.0
-            pricing = self.pricing(replace(configuration, mesh=mesh, zero=3))
+            pricing = self.pricing(replace(configuration, mesh=mesh, zero=zero))
             kept = self._kept_in_all_pieces(mesh.dp, configuration.micro_batches, mesh.tp, keep)
             self.work_done += len(graph.nodes)
             found = solve_letters(graph, pricing, self.folded.weights, kept, price, held=held)
@@ -276,7 +279,8 @@ class Evaluator:
 
     def costs(self, configuration: Configuration, letters: Letters) -> tuple[SegmentCost, ...]:
         """The cost of every segment of the whole chain."""
-        key = (id(letters), configuration.mesh, configuration.micro_batches, configuration.zero)
+        in_two = configuration.schedule == ZERO_BUBBLE
+        key = (id(letters), configuration.mesh, configuration.micro_batches, configuration.zero, in_two)
         if key not in self._costs:
             local = self._sharded(configuration, letters)
             costs = segment_costs(local.graph, self.pricing(configuration), local.pairs, letters.partial_leaves)

@@ -22,20 +22,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from costmodels.collectives import collective_time_s
-from costmodels.compute import optimizer_step_s
-from costmodels.hardware import Cluster
-from planner.costing import Pricing, conversion_cost, node_cost
-from planner.ir.graph import Graph, Leaf, Node, Ref, Value, map_refs
+from planner.costing import Pricing, conversion_cost
+from planner.ir.graph import Graph, Leaf, Node, Value
 from planner.ir.layout import REPLICATED, WHOLE, Pair
 from planner.segments import node_classes
 from planner.shard import SHARED, is_shared
 from planner.sharding_rules import Strategy, rule_of, strategies
 from planner.sharding_rules.cuts import find_cuts
-from planner.sharding_rules.localise import localise
+from planner.solve.letter_prices import MICROSECONDS_PER_S, operator_cost_us, parameter_step_s, reduction_s
 from planner.solve.linear_program import LinearProgram
 
-MICROSECONDS_PER_S = 1e6
 # One byte held weighs as much as this many microseconds: only enough to decide between equal times.
 TIE_US_PER_BYTE = 1e-12
 # A trained weight is held with its gradient and two moments.
@@ -212,7 +208,7 @@ class _Program:
         """What starting the reductions of a parameter costs; those of a segment are done together, so the bound has none."""
         axes = ("tp", "dp") if self.pricing.cluster.device.kind == "cpu" else ("tp",)
         mesh = self.pricing.mesh
-        starts = (_reduction_s(0, mesh.degree(axis), mesh.stride(axis), self.pricing.cluster) for axis in axes)
+        starts = (reduction_s(0, mesh.degree(axis), mesh.stride(axis), self.pricing.cluster) for axis in axes)
         return sum(starts) / float(self.pricing.micro_batches) * MICROSECONDS_PER_S
 
     def _leaf_weight(self, leaf: Leaf) -> int:
@@ -371,54 +367,3 @@ def _by_pair(variables: list[int], pairs: list[Pair]) -> dict[Pair, list[int]]:
     for x, pair in zip(variables, pairs, strict=True):
         found.setdefault(pair, []).append(x)
     return found
-
-
-def operator_cost_us(node: Node, strategy: Strategy, graph: Graph, pricing: Pricing, us_per_byte: float = 0.0) -> float:
-    """Microseconds of an operator under a strategy: the price of the local nodes it becomes, and of what they hold."""
-    k = pricing.mesh.degree("tp")
-    values = dict(graph.values)
-    names = iter(f"{node.name}.{i}" for i in range(len(node.operands)))
-    local_node = node
-    renamed = []
-    for name, pair in zip(node.operands, strategy.operands, strict=True):
-        own = next(names)
-        values[own] = replace(values[name], name=own, shape=pair.value.local_shape(values[name].shape, k))
-        renamed.append(own)
-    local_node = _with_operands(node, renamed)
-    outputs = tuple(
-        replace(value, shape=pair.value.local_shape(value.shape, k))
-        for value, pair in zip(node.outputs, strategy.outputs, strict=True)
-    )
-    nodes = localise(local_node, node, outputs, strategy, "tp", k)
-    values.update((value.name, value) for made in nodes for value in made.outputs)
-    cost = sum(node_cost(made, values, pricing).total_s for made in nodes)
-    held = sum(value.size_bytes for value in outputs) if node.output.differentiable else 0
-    return cost * MICROSECONDS_PER_S + us_per_byte * held
-
-
-def _with_operands(node: Node, names: list[str]) -> Node:
-    in_order = iter(names)
-    return replace(
-        node,
-        args=map_refs(node.args, lambda _: Ref(next(in_order))),
-        kwargs=map_refs(node.kwargs, lambda _: Ref(next(in_order))),
-    )
-
-
-def parameter_step_s(local: Value, leaf: Leaf, pair: Pair, pricing: Pricing) -> float:
-    """Seconds a parameter costs once a step on one device: its update, its reduction over tp where partial, over dp."""
-    if not leaf.trainable:
-        return 0.0
-    mesh, cluster = pricing.mesh, pricing.cluster
-    size = local.size_bytes
-    updated = size if pricing.zero == 0 else size // mesh.dp
-    total = optimizer_step_s(updated, pricing.optimizer, cluster.device) - cluster.device.kernel_launch_s
-    if pair == REPLICATED and mesh.tp > 1:
-        total += _reduction_s(updated, mesh.tp, mesh.stride("tp"), cluster)
-    if mesh.dp > 1 and cluster.device.kind == "cpu":  # elsewhere backward hides it
-        total += _reduction_s(size, mesh.dp, mesh.stride("dp"), cluster)
-    return max(total, 0.0)
-
-
-def _reduction_s(size: int, degree: int, stride: int, cluster: Cluster) -> float:
-    return collective_time_s("all_reduce", size, degree, stride, cluster)

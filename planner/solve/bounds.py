@@ -1,0 +1,149 @@
+"""Lower bounds of a step: of the parts of a space (``Bounds``), and from the work of its segments and the schedule alone.
+
+    region tp, dp      T >= min (W(all rows) + dp S) / (dp pp)              or that of a smaller dp
+                       or the least of its shapes
+    shape              T >= schedule_bound_s, the least of all schedules, with  D >= min (m W(rows) + S),  rows = batch / (dp m)
+    configuration      the same, with the forward passes that must be run again because not even an ideal sharding of the
+                       activations fits (Evaluator.forced_recomputation_s)
+
+W is the time of the operators and conversions of so many rows on the devices of a tp group, all stages together, S what their
+parameters cost once a step; the minimum is over all letters (letters.py), with tp on the best links and nothing that travels
+on dp or between stages. A step takes as long as its slowest stage, so no less than the mean. W is subadditive, as the price of
+every operator and collective is: n runs of rows/n cost no less than one run of them all, so the bound of a region is one. It
+grows with dp, in the minimum as S weighs more.
+
+    pipeline_bound_s   t = time of one micro-batch      T >= a t / (1 - (1 - a/m)^pp)            gpipe and 1f1b: a = 1
+
+For pp = 1 this is m t. In general a prefix_j + m t_j <= T for each stage j (planner.simulate.lower_bound_s), and then the times
+t_j sum to no more than T (1 - (1 - a/m)^pp) / a. Under zero-bubble a stage waits for the forward of those above alone: a is its
+least share.
+
+    schedule_bound_s   also T >= (D + sum_r p_r) / pp                        D: all that all stages together do in a step
+
+where rank r waits for p_r before its first forward (``fill_s``): the forward of the stages above, at least r segments, or r q
+where every rank has several stages of at least q segments each; then for their backward as well, where D is micro-batches
+alone. And T is no less than one micro-batch through all stages and back, under zero-bubble no less than its forward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from planner.errors import BadInput
+from planner.schedules import ZERO_BUBBLE
+from planner.solve.configuration import Evaluator
+from planner.solve.space import Configuration, Part, Region, Shape, Space, schedules
+
+# Forward and backward seconds of every segment, for one micro-batch.
+Work = Sequence[tuple[float, float]]
+
+
+def pipeline_bound_s(micro_batch_s: float, pp: int, micro_batches: int, share: float = 1.0) -> float:
+    """Least step time of pp stages whose times for one micro-batch sum to ``micro_batch_s``.
+
+    ``share``: of the time of the stages above, what a stage waits for at least.
+    """
+    if pp == 1:
+        return micro_batches * micro_batch_s
+    return share * micro_batch_s / (1.0 - (1.0 - share / micro_batches) ** pp)
+
+
+def schedule_bound_s(work: Work, least_s: float, pp: int, micro_batches: int, schedule: str, chunks: int) -> float:
+    """Least step time of a schedule, whatever the stages. ``work``: forward and backward seconds of every segment, for one
+    micro-batch; ``least_s``: all that all stages together do in a step, at least."""
+    total_s = sum(forward_s + backward_s for forward_s, backward_s in work)
+    least = len(work) // (pp * chunks) if chunks > 1 else 1
+    forward_s = [f for f, _ in work[: (pp - 1) * least]]
+    late_s = (max(least_s, micro_batches * total_s) + fill_s(forward_s, pp, least)) / pp
+    late_s = max(late_s, sum(f for f, _ in work) if schedule == ZERO_BUBBLE else total_s)
+    if schedule == ZERO_BUBBLE and chunks == 1:
+        share = min((f / (f + b) for f, b in work if f + b > 0), default=0.0)
+        return max(late_s, pipeline_bound_s(total_s, pp, micro_batches, share) if share else 0.0)
+    if schedule == ZERO_BUBBLE:
+        return late_s
+    if chunks == 1:
+        return max(late_s, pipeline_bound_s(total_s, pp, micro_batches))
+    both_s = [f + b for f, b in work[: (pp - 1) * least]]
+    return max(late_s, (micro_batches * total_s + fill_s(both_s, pp, least)) / pp)
+
+
+def fill_s(segments_s: Sequence[float], pp: int, least: int) -> float:
+    """What all ranks wait for together, where rank r waits for the first r ``least`` segments."""
+    return sum(sum(segments_s[: rank * least]) for rank in range(pp))
+
+
+class Bounds:
+    """Lower bounds of the parts of a space (space.py), for any letters; programs once solved are kept."""
+
+    def __init__(self, evaluator: Evaluator, space: Space) -> None:
+        self.evaluator, self.space = evaluator, space
+        # Regions: (tp, 0, True, 1) -> times by dp. Configurations: (tp, dp, ZeRO?, share of weights held) -> by micro-batches.
+        self.least_s: dict[tuple[int, int, bool, float], dict[int, float]] = {}
+
+    def of(self, part: Part, sharpness: int = 0, enough_s: float = math.inf) -> float:
+        """A lower bound of a part of the space. Raises BadInput where the batch cannot be cut so.
+
+        The first of a configuration is from what is known; the second solves its program. Where a bound of ``enough_s`` is
+        at hand, no program is solved for a better one.
+        """
+        if isinstance(part, Region):
+            return self._region_s(part, enough_s)
+        mesh, m = part.mesh, part.micro_batches
+        if isinstance(part, Shape):
+            return self._shape_s(part, self.evaluator.work(mesh.dp, m), 0.0)
+        key = (mesh.tp, mesh.dp, part.zero > 0, self.evaluator.held_share(part))
+        solved = self.least_s.setdefault(key, {})
+        if sharpness and m not in solved:
+            solved[m] = self.evaluator.least_letters_s(part)
+        known = max((least_s for fewer, least_s in solved.items() if m % fewer == 0), default=0.0)
+        return self._configuration_s(part, known)
+
+    def _region_s(self, region: Region, enough_s: float) -> float:
+        """From its shapes, or the nearest smaller dp whose program is solved, where that is enough; else by its own."""
+        mesh = region.mesh
+        if mesh is None:
+            regions = tuple(self.space.narrower(region))
+            return self._region_s(regions[0], enough_s) if regions else math.inf
+        share = region.tp / self.space.cluster.gpus
+        filled_s = min((self._of_work_s(shape) for shape in self.space.shapes(mesh)), default=math.inf)
+        if math.isinf(filled_s):
+            return 0.0  # no shape is possible; each will say why
+        if filled_s >= enough_s:
+            return filled_s
+        solved = self.least_s.setdefault((region.tp, 0, True, 1.0), {})
+        known = max((least_s for dp, least_s in solved.items() if dp <= mesh.dp), default=0.0) * share
+        if known < enough_s and mesh.dp not in solved:
+            solved[mesh.dp] = self.evaluator.least_s(region.tp, 1, 1, mesh.dp)
+            known = solved[mesh.dp] * share
+        return max(known, filled_s)
+
+    def _of_work_s(self, shape: Shape) -> float:
+        """The bound of a shape without its program; infinite where the batch cannot be cut so."""
+        try:
+            return self._shape_s(shape, self.evaluator.work(shape.mesh.dp, shape.micro_batches), 0.0)
+        except BadInput:
+            return math.inf
+
+    def _shape_s(self, shape: Shape, work: Work, least_s: float) -> float:
+        """The least bound of any schedule."""
+        mesh, m = shape.mesh, shape.micro_batches
+        own = tuple((f / mesh.tp, b / mesh.tp) for f, b in work)
+        kinds = schedules(mesh.pp, m, self.evaluator.segments)
+        return min((schedule_bound_s(own, least_s, mesh.pp, m, *kind) for kind in kinds), default=math.inf)
+
+    def _configuration_s(self, part: Configuration, least_s: float) -> float:
+        """That of its schedule, with what travels on dp, what is done once a step, and what must be computed again."""
+        mesh, m = part.mesh, part.micro_batches
+        again_s = self.evaluator.forced_recomputation_s(part) / mesh.tp
+        if math.isinf(again_s) or (again_s and part.schedule == ZERO_BUBBLE):
+            return math.inf
+        ideal = self.evaluator.ideal_costs(part)
+        own = tuple((c.forward_s / mesh.tp, c.backward_s / mesh.tp) for c in ideal)
+        once_s = sum(c.gradient_sync_per_step_s + c.optimizer_per_step_s for c in ideal) / mesh.tp
+        work_s = sum(f + b for f, b in own)
+        bound_s = schedule_bound_s(own, max(least_s, m * work_s + once_s), mesh.pp, m, part.schedule, part.chunks)
+        again_bound_s = (m * (again_s + work_s) + once_s) / mesh.pp
+        if part.chunks == 1:
+            again_bound_s = max(again_bound_s, pipeline_bound_s(work_s + again_s, mesh.pp, m))
+        return max(bound_s, again_bound_s) if again_s else bound_s
