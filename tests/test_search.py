@@ -36,7 +36,7 @@ from planner.simulate import StageTimes, estimate_step, lower_bound_s
 from planner.sizes import format_bytes
 from planner.solve import search as search_module
 from planner.solve.bounds import Bounds, pipeline_bound_s
-from planner.solve.configuration import FAST, LEAN, VARIANTS, Evaluator, Problem
+from planner.solve.configuration import FAST, LEAN, Evaluator, Problem
 from planner.solve.letters import Letters, whole_letters
 from planner.solve.linear_program import NoSolution
 from planner.solve.search import search
@@ -76,7 +76,7 @@ def every_plan(evaluator: Evaluator, configuration: Configuration) -> Iterator[E
     schedule, chunks = configuration.schedule, configuration.chunks
     most = held(schedule, mesh.pp, m, chunks)
     words = ("none",) if schedule == "zero-bubble" else ("none", "selective", "full")
-    for variant in VARIANTS if mesh.tp > 1 else (FAST,):
+    for variant in evaluator.variants(configuration):
         try:
             costs = evaluator.costs(configuration, evaluator.letters(configuration, variant))
         except NoSolution:

@@ -4,8 +4,8 @@
     build_plan        decisions -> Plan with its estimate
 
 The strategies of a configuration are those of least time for one micro-batch whose weights fit ('fast'), proven by the 0/1
-program; and, for where memory is short, those that hold half as much of the weights ('tight'), and those of least time when
-memory has a price ('lean').
+program; under ZeRO-3 also those of least time when moving the weights counts ('gathered'); and, for where memory is short,
+those that hold half as much of the weights ('tight'), and those of least time when memory has a price ('lean').
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 
 from costmodels.hardware import Cluster
 from costmodels.memory import state_bytes
@@ -32,11 +33,11 @@ from planner.shard import Sharded, shard
 from planner.sharding_rules import Strategy
 from planner.simulate import estimate_step
 from planner.solve.frontier import least_recomputation_s
-from planner.solve.letters import Keep, Letters, solve_letters, whole_letters
+from planner.solve.letters import Keep, Letters, LettersProgram, whole_letters
 from planner.solve.linear_program import NoSolution
 from planner.solve.space import Configuration
 
-FAST, TIGHT, LEAN = VARIANTS = ("fast", "tight", "lean")
+FAST, GATHERED, TIGHT, LEAN = "fast", "gathered", "tight", "lean"
 # Lean strategies pay for memory as if filling a device took this many times the work of a micro-batch.
 LEAN_PRICE = 3.0
 
@@ -68,6 +69,7 @@ class Evaluator:
         self._work: dict[tuple[int, int], tuple[tuple[float, float], ...]] = {}
         self._ideal: dict[tuple[int, int, int, bool], tuple[SegmentCost, ...]] = {}
         self._letters: dict[tuple[Mesh, int, int, str, float], Letters] = {}
+        self._programs: dict[tuple[Mesh, int], LettersProgram] = {}
         self._local: dict[int, tuple[Letters, Sharded]] = {}
         self._costs: dict[tuple[int, Mesh, int, int, bool], tuple[SegmentCost, ...]] = {}
 
@@ -129,11 +131,24 @@ class Evaluator:
         if tp == 1:
             return self.work_s(dp, micro_batches) * micro_batches
         configuration = Configuration(Mesh(dp=dp, tp=tp), micro_batches, 3, "1f1b")
-        graph = self.split(dp, micro_batches).graph
         pricing = replace(self.pricing(configuration), micro_batches=Fraction(micro_batches, steps))
-        kept = self._kept_in_all_pieces(dp, micro_batches, tp, None)
-        self.work_done += len(graph.nodes)
-        return solve_letters(graph, pricing, self.folded.weights, kept).least_s * micro_batches
+        return self._program(configuration.mesh, micro_batches, None).solve(pricing).least_s * micro_batches
+
+    def _program(self, mesh: Mesh, micro_batches: int, keep: Keep | None) -> LettersProgram:
+        """The letters program of a mesh, kept but where ``keep`` restricts it."""
+        key = (mesh, micro_batches)
+        nodes = len(self.split(mesh.dp, micro_batches).graph.nodes)
+        self.work_done += nodes // 2
+        if keep is None and key in self._programs:
+            return self._programs[key]
+        self.work_done += nodes // 2
+        graph = self.split(mesh.dp, micro_batches).graph
+        kept = self._kept_in_all_pieces(mesh.dp, micro_batches, mesh.tp, keep)
+        pricing = self.pricing(Configuration(mesh, micro_batches, 0, "1f1b"))
+        program = LettersProgram(graph, pricing, self.folded.weights, kept)
+        if keep is None:
+            self._programs[key] = program
+        return program
 
     def ideal_costs(self, configuration: Configuration) -> tuple[SegmentCost, ...]:
         """Segment costs on a device that holds everything of a stage (tp = 1): a tp-th of them, where sizes are meant, is
@@ -199,6 +214,12 @@ class Evaluator:
                 pass  # not all weights can be cut: as the fast ones
         return self._solved_letters(configuration, variant, keep, held)
 
+    def variants(self, configuration: Configuration) -> tuple[str, ...]:
+        """The strategies that are tried, the last two where memory is short."""
+        if configuration.mesh.tp == 1:
+            return (FAST,)
+        return (FAST, *((GATHERED,) if configuration.zero == 3 else ()), TIGHT, LEAN)
+
     def leanest_letters(self, configuration: Configuration) -> Letters:
         """Strategies on tp with a price on memory and no limit, for what fits nowhere."""
         return self._solved_letters(configuration, LEAN, None, 1.0)
@@ -211,15 +232,14 @@ class Evaluator:
         key = (mesh, configuration.micro_batches, zero, variant, held)
         if key in self._letters:
             return self._letters[key]
-        graph = self.split(mesh.dp, configuration.micro_batches).graph
         if mesh.tp == 1:
-            found = whole_letters(graph)
+            found = whole_letters(self.split(mesh.dp, configuration.micro_batches).graph)
         else:
             price = self._lean_price_us(configuration) if variant == LEAN else 0.0
             pricing = self.pricing(replace(configuration, mesh=mesh, zero=zero))
-            kept = self._kept_in_all_pieces(mesh.dp, configuration.micro_batches, mesh.tp, keep)
-            self.work_done += len(graph.nodes)
-            found = solve_letters(graph, pricing, self.folded.weights, kept, price, held=held)
+            found = self._program(mesh, configuration.micro_batches, keep).solve(
+                pricing, price, held, gathered=variant == GATHERED
+            )
         self._letters[key] = found
         return found
 
@@ -244,17 +264,20 @@ class Evaluator:
 
     def _least_states_bytes(self, configuration: Configuration) -> float:
         """What all weights would take with gradients and optimizer state if each took what the least of them takes a byte."""
-        weights = [leaf for leaf in self.graph.leaves if leaf.kind == "parameter"]
+        optimizer, zero, dp = self.problem.optimizer, configuration.zero, configuration.mesh.dp
+        sizes, kinds = self._weights
         each = [
-            1.0
-            if not leaf.trainable
-            else state_bytes(
-                10**6, leaf.value.dtype, self.problem.optimizer, configuration.zero, configuration.mesh.dp
-            ).total_bytes
-            / 10**6
-            for leaf in weights
+            state_bytes(10**6, dtype, optimizer, zero, dp).total_bytes / 10**6 if trainable else 1.0
+            for trainable, dtype in kinds
         ]
-        return min(each, default=0.0) * sum(leaf.value.size_bytes for leaf in weights)
+        return min(each, default=0.0) * sizes
+
+    @cached_property
+    def _weights(self) -> tuple[int, tuple[tuple[bool, str], ...]]:
+        """Bytes of all weights, and the kinds there are: whether trained, and the dtype."""
+        weights = [leaf for leaf in self.graph.leaves if leaf.kind == "parameter"]
+        kinds = dict.fromkeys((leaf.trainable, leaf.value.dtype) for leaf in weights)
+        return sum(leaf.value.size_bytes for leaf in weights), tuple(kinds)
 
     def _kept_in_all_pieces(self, dp: int, micro_batches: int, tp: int, keep: Keep | None) -> Keep | None:
         """``keep``, or the evaluator's own, without what smaller pieces of an unevenly cut batch do not have."""

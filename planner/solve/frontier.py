@@ -26,7 +26,7 @@ from planner.ir.plan import RECOMPUTATIONS
 from planner.segment_cost import SegmentCost
 
 # More labels than this are thinned out; the fastest one that fits may then be missing (``Frontier.exact``).
-MOST_LABELS = 1000
+MOST_LABELS = 300
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,14 @@ class Frontier:
         self._mixes: dict[tuple[tuple[int, int], ...], list[_Mix]] = {(): [_Mix(0.0, 0, 0)]}
         self._states = [0]
         self._plain = [0]
+        self._least = [0]
+        self._again: list[int] = []
         for segment in segments:
             self._states.append(self._states[-1] + segment.states_bytes)
             self._plain.append(self._plain[-1] + segment.activations_bytes)
+            kept, again = min((way.kept_bytes, way.again_bytes) for way in segment.recomputations.values())
+            self._least.append(self._least[-1] + kept)
+            self._again.append(again)
 
     def fixed_bytes(self, first: int, end: int) -> int:
         """Bytes that do not depend on what is recomputed."""
@@ -79,15 +84,22 @@ class Frontier:
         """The frontier of segments ``first`` up to ``end``, fastest first."""
         return tuple(self._label(mix, first, end) for mix in self._frontier(first, end))
 
+    def may_fit(self, first: int, end: int, in_flight: int, limit_bytes: int) -> bool | None:
+        """Whether some choice fits; None where only its labels tell. Without them: where each segment keeps least."""
+        least = self.fixed_bytes(first, end) + in_flight * (self._least[end] - self._least[first])
+        if least > limit_bytes:
+            return False
+        return True if least + max(self._again[first:end]) <= limit_bytes else None
+
     def fastest(self, first: int, end: int, in_flight: int, limit_bytes: int) -> Label | None:
         """The fastest label that fits; among equals the one that holds least. None when none fits."""
         fixed = self.fixed_bytes(first, end)
         plain = self._plain[end] - self._plain[first]
         if fixed + in_flight * plain <= limit_bytes:
             return Label(0.0, plain, 0, ("none",) * (end - first))
-        room = limit_bytes - fixed
-        if room < 0:
+        if self.may_fit(first, end, in_flight, limit_bytes) is False:
             return None
+        room = limit_bytes - fixed
         best: _Mix | None = None
         for mix in self._frontier(first, end):
             if best is not None and mix.extra_s > best.extra_s:

@@ -136,6 +136,10 @@ class Intervals:
     def below(self, stage: int, first: int, end: int, below_s: float) -> bool:
         """Whether the interval fits, and a step with it can take less than ``below_s``."""
         m = self.m
+        if math.isinf(below_s) and not self.in_two:
+            fits = self.frontier.may_fit(first, end, self.flights[stage], self.limit_bytes)
+            if fits is not None:
+                return fits
         plain_s = self._forward[end] - self._forward[first] + self._backward[end] - self._backward[first]
         if self.before_s(first) + m * plain_s >= below_s:
             return False

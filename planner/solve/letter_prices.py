@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from dataclasses import replace
 
 from costmodels.collectives import collective_time_s
@@ -16,27 +17,25 @@ from planner.sharding_rules.localise import localise
 MICROSECONDS_PER_S = 1e6
 
 
-def operator_cost_us(node: Node, strategy: Strategy, graph: Graph, pricing: Pricing, us_per_byte: float = 0.0) -> float:
-    """Microseconds of an operator under a strategy: the price of the local nodes it becomes, and of what they hold."""
+def operator_price(node: Node, strategy: Strategy, graph: Graph, pricing: Pricing) -> tuple[float, int]:
+    """(microseconds, bytes of results held for backward) of an operator under a strategy: of the local nodes it becomes."""
     k = pricing.mesh.degree("tp")
-    values = dict(graph.values)
-    names = iter(f"{node.name}.{i}" for i in range(len(node.operands)))
-    local_node = node
+    own: dict[str, Value] = {}
     renamed = []
-    for name, pair in zip(node.operands, strategy.operands, strict=True):
-        own = next(names)
-        values[own] = replace(values[name], name=own, shape=pair.value.local_shape(values[name].shape, k))
-        renamed.append(own)
-    local_node = _with_operands(node, renamed)
+    for number, (name, pair) in enumerate(zip(node.operands, strategy.operands, strict=True)):
+        value = graph.values[name]
+        local = replace(value, name=f"{node.name}.{number}", shape=pair.value.local_shape(value.shape, k))
+        own[local.name] = local
+        renamed.append(local.name)
     outputs = tuple(
         replace(value, shape=pair.value.local_shape(value.shape, k))
         for value, pair in zip(node.outputs, strategy.outputs, strict=True)
     )
-    nodes = localise(local_node, node, outputs, strategy, "tp", k)
-    values.update((value.name, value) for made in nodes for value in made.outputs)
-    cost = sum(node_cost(made, values, pricing).total_s for made in nodes)
-    held = sum(value.size_bytes for value in outputs) if node.output.differentiable else 0
-    return cost * MICROSECONDS_PER_S + us_per_byte * held
+    nodes = localise(_with_operands(node, renamed), node, outputs, strategy, "tp", k)
+    own.update((value.name, value) for made in nodes for value in made.outputs)
+    values = ChainMap(own, dict(graph.values)) if any(n not in own for m in nodes for n in m.operands) else own
+    cost_us = sum(node_cost(made, values, pricing).total_s for made in nodes) * MICROSECONDS_PER_S
+    return cost_us, sum(value.size_bytes for value in outputs) if node.output.differentiable else 0
 
 
 def _with_operands(node: Node, names: list[str]) -> Node:
@@ -65,3 +64,16 @@ def parameter_step_s(local: Value, leaf: Leaf, pair: Pair, pricing: Pricing) -> 
 
 def reduction_s(size: int, degree: int, stride: int, cluster: Cluster) -> float:
     return collective_time_s("all_reduce", size, degree, stride, cluster)
+
+
+def gathering_s(local: Value, leaf: Leaf, pricing: Pricing) -> float:
+    """Seconds that ZeRO-3 moves a trained weight over dp for one micro-batch: two all-gathers and a reduce-scatter."""
+    mesh = pricing.mesh
+    if not leaf.trainable or mesh.dp == 1:
+        return 0.0
+    moves = (("all_gather", 2), ("reduce_scatter", 1))
+
+    def seconds(size: int) -> float:
+        return sum(n * collective_time_s(kind, size, mesh.dp, mesh.stride("dp"), pricing.cluster) for kind, n in moves)
+
+    return seconds(local.size_bytes) - seconds(0)

@@ -19,6 +19,7 @@ absolute. Ties are broken by memory, then by order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,13 +30,15 @@ from planner.segments import node_classes
 from planner.shard import SHARED, is_shared
 from planner.sharding_rules import Strategy, rule_of, strategies
 from planner.sharding_rules.cuts import find_cuts
-from planner.solve.letter_prices import MICROSECONDS_PER_S, operator_cost_us, parameter_step_s, reduction_s
+from planner.solve.letter_prices import MICROSECONDS_PER_S, gathering_s, operator_price, parameter_step_s, reduction_s
 from planner.solve.linear_program import LinearProgram
 
 # One byte held weighs as much as this many microseconds: only enough to decide between equal times.
 TIE_US_PER_BYTE = 1e-12
 # A trained weight is held with its gradient and two moments.
 STATES_A_WEIGHT = 4
+# How near the optimum a program whose weights are limited is solved.
+HELD_GAP = 1e-5
 
 Keep = Callable[[Node, Strategy], bool]
 
@@ -89,38 +92,20 @@ def solve_letters(
     memory, in microseconds per byte a device holds of weights (with their gradients and optimizer state) and results.
     ``held``: the share of all weights that a device may hold at most; at least 1/k.
     """
-    program = _Program(graph, pricing, weights, keep, us_per_byte)
-    if held < 1:
-        program.hold(held)
-    return program.solve(time_limit_s)
+    return LettersProgram(graph, pricing, weights, keep).solve(pricing, us_per_byte, held, time_limit_s)
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """The options of a class of operators or leaves, and how many there are of them."""
+class LettersProgram:
+    """The program of a graph on a tp axis; built once, solved for several prices of weights and memory."""
 
-    key: Hashable
-    options: tuple[Strategy, ...]
-    costs_us: tuple[float, ...]
-    count: int
-
-
-class _Program:
     def __init__(
-        self,
-        graph: Graph,
-        pricing: Pricing,
-        weights: Sequence[int] | None,
-        keep: Keep | None,
-        us_per_byte: float,
+        self, graph: Graph, pricing: Pricing, weights: Sequence[int] | None = None, keep: Keep | None = None
     ) -> None:
+        """As ``solve_letters``."""
         self.graph, self.pricing = graph, pricing
         self.weights = weights
-        self.us_per_byte = us_per_byte + TIE_US_PER_BYTE
-        self.ties_us = 0.0  # the most that ties, and reductions started apart, add to the objective
-        self.held: list[tuple[int, float]] = []
-        self.whole_bytes = 0.0
-        self.relative_gap = 1e-9
+        self.bytes: dict[int, float] = {}  # what a variable holds: results, or weights with their states
+        self.parameters: list[tuple[list[int], Leaf, list[Pair], int]] = []
         self.k = pricing.mesh.degree("tp")
         self.program = LinearProgram()
         self.conversions_us: dict[tuple[int, Pair, Pair], float] = {}
@@ -136,6 +121,8 @@ class _Program:
         self._operators(keep)
         self._leaves()
         self._conversions()
+        self._loss()
+        self.hold = self._hold()
 
     def _pay(self, x: int, cost_us: float) -> None:
         self.program.price[x] += cost_us
@@ -156,17 +143,16 @@ class _Program:
                 found = tuple(s for s in found if s.name == "R")
             elif keep is not None:
                 found = tuple(s for s in found if keep(node, s)) or found
-            costs = [operator_cost_us(node, s, self.graph, self.pricing, self.us_per_byte) for s in found]
-            held = sum(value.size_bytes for value in node.outputs) if node.output.differentiable else 0
-            self.ties_us += self.count[key] * TIE_US_PER_BYTE * held
-            self._one_strategy(key, found, costs, self.count[key])
+            prices = [operator_price(node, s, self.graph, self.pricing) for s in found]
+            for x, (cost_us, held) in zip(self._one_strategy(key, found), prices, strict=True):
+                self._pay(x, self.count[key] * cost_us)
+                self.bytes[x] = self.count[key] * held
 
-    def _one_strategy(self, key: Hashable, found: tuple[Strategy, ...], costs: list[float], count: int) -> None:
+    def _one_strategy(self, key: Hashable, found: tuple[Strategy, ...]) -> list[int]:
         variables = [self.program.variable(whole=True) for _ in found]
         self.program.row([(x, 1.0) for x in variables], lower=1.0, upper=1.0)
         self.options[key], self.x[key] = found, variables
-        for cost, x in zip(costs, variables, strict=True):
-            self._pay(x, count * cost)
+        return variables
 
     # --- leaves: how parameters, buffers and inputs are stored --------------------------------------------------------
 
@@ -189,27 +175,24 @@ class _Program:
             pairs = self._leaf_pairs(leaf, written)
             options = tuple(Strategy(str(pair), (), (pair,)) for pair in pairs)
             count = sum(self._leaf_weight(x) for x in leaves)
-            costs = [self._leaf_cost_us(leaf, pair) for pair in pairs]
-            self.ties_us += count * TIE_US_PER_BYTE * STATES_A_WEIGHT * leaf.value.size_bytes
+            variables = self._one_strategy(key, options)
             if leaf.kind == "parameter":
-                self.ties_us += count * self._latency_us()
-            self._one_strategy(key, options, costs, count)
-            if leaf.kind == "parameter":
-                sizes = [leaf.value.size_bytes / (self.k if pair.is_shard else 1) for pair in pairs]
-                self.held += [(x, count * size) for x, size in zip(self.x[key], sizes, strict=True)]
-                self.whole_bytes += count * leaf.value.size_bytes
+                self.parameters.append((variables, leaf, pairs, count))
+                for x, pair in zip(variables, pairs, strict=True):
+                    self.bytes[x] = count * STATES_A_WEIGHT * self._local(leaf, pair).size_bytes
 
-    def hold(self, share: float) -> None:
-        """A device holds at most ``share`` of the weights."""
-        self.program.row([(x, size / self.whole_bytes) for x, size in self.held], upper=share)
-        self.relative_gap = 1e-5
+    def _local(self, leaf: Leaf, pair: Pair) -> Value:
+        return replace(leaf.value, shape=pair.value.local_shape(leaf.value.shape, self.k))
 
-    def _latency_us(self) -> float:
-        """What starting the reductions of a parameter costs; those of a segment are done together, so the bound has none."""
-        axes = ("tp", "dp") if self.pricing.cluster.device.kind == "cpu" else ("tp",)
-        mesh = self.pricing.mesh
-        starts = (reduction_s(0, mesh.degree(axis), mesh.stride(axis), self.pricing.cluster) for axis in axes)
-        return sum(starts) / float(self.pricing.micro_batches) * MICROSECONDS_PER_S
+    def _hold(self) -> int:
+        """The row of the share of all weights that a device holds; its limit is set by ``solve``."""
+        whole = sum(count * leaf.value.size_bytes for _, leaf, _, count in self.parameters)
+        shares = [
+            (x, count * leaf.value.size_bytes / whole / (self.k if pair.is_shard else 1))
+            for variables, leaf, pairs, count in self.parameters
+            for x, pair in zip(variables, pairs, strict=True)
+        ]
+        return self.program.row(shares)
 
     def _leaf_weight(self, leaf: Leaf) -> int:
         """How many equal leaves it stands for: as many as the first segment that reads it."""
@@ -230,15 +213,6 @@ class _Program:
         if leaf.name in written:
             return sorted(pairs, key=str)
         return sorted(pairs, key=str)
-
-    def _leaf_cost_us(self, leaf: Leaf, pair: Pair) -> float:
-        """Holding a parameter: its update and reductions, once a step, shared out over the micro-batches."""
-        if leaf.kind != "parameter":
-            return 0.0
-        local = replace(leaf.value, shape=pair.value.local_shape(leaf.value.shape, self.k))
-        per_step = parameter_step_s(local, leaf, pair, self.pricing)
-        held = STATES_A_WEIGHT * local.size_bytes
-        return per_step / float(self.pricing.micro_batches) * MICROSECONDS_PER_S + self.us_per_byte * held
 
     # --- conversions --------------------------------------------------------------------------------------------------
 
@@ -318,9 +292,35 @@ class _Program:
 
     # --- solving ------------------------------------------------------------------------------------------------------
 
-    def solve(self, time_limit_s: float) -> Letters:
-        self._loss()
-        solution = self.program.solve(time_limit_s, self.relative_gap)
+    def solve(
+        self,
+        pricing: Pricing,
+        us_per_byte: float = 0.0,
+        held: float = 1.0,
+        time_limit_s: float = 60.0,
+        gathered: bool = False,
+    ) -> Letters:
+        """As ``solve_letters``. ``pricing``: that of the program, but for ZeRO stage and micro-batches.
+
+        ``gathered``: count all that ZeRO-3 moves, as if nothing of it were hidden; the bounds then are none of the time.
+        """
+        price = list(self.program.price)
+        # The most that ties, and starting the reductions of each weight apart, add to the objective.
+        extra_us = 0.0
+        for x, size in self.bytes.items():
+            price[x] += (us_per_byte + TIE_US_PER_BYTE) * size
+        for variables in self.x.values():
+            extra_us += TIE_US_PER_BYTE * max((self.bytes.get(x, 0.0) for x in variables), default=0.0)
+        starting_us = _starting_s(pricing) / float(pricing.micro_batches) * MICROSECONDS_PER_S
+        for variables, leaf, pairs, count in self.parameters:
+            extra_us += count * starting_us
+            for x, pair in zip(variables, pairs, strict=True):
+                step_s = parameter_step_s(self._local(leaf, pair), leaf, pair, pricing)
+                price[x] += count * step_s / float(pricing.micro_batches) * MICROSECONDS_PER_S
+                if gathered:
+                    price[x] += count * gathering_s(self._local(leaf, pair), leaf, pricing) * MICROSECONDS_PER_S
+        self.program.limit(self.hold, held if held < 1 else math.inf)
+        solution = self.program.solve(time_limit_s, HELD_GAP if held < 1 else 1e-9, price)
         picked: dict[Hashable, Strategy] = {}
         for key, variables in self.x.items():
             taken = [solution.values[x] for x in variables]
@@ -330,7 +330,7 @@ class _Program:
             {leaf.name: picked[self.classes[leaf.name]].outputs[0] for leaf in self.graph.leaves},
             solution.objective / MICROSECONDS_PER_S,
             solution.bound / MICROSECONDS_PER_S,
-            max(0.0, solution.bound - self.ties_us) / MICROSECONDS_PER_S,
+            max(0.0, solution.bound - extra_us) / MICROSECONDS_PER_S,
         )
 
     def _loss(self) -> None:
@@ -356,6 +356,12 @@ class _Program:
         held = _by_pair(self.x[self.classes[buffer]], [s.outputs[0] for s in self.options[self.classes[buffer]]])
         for pair in sorted({*made, *held}, key=str):
             self._equal(made.get(pair, []), held.get(pair, []))
+
+
+def _starting_s(pricing: Pricing) -> float:
+    """What starting the reductions of a parameter costs; those of a segment are done together, so no bound may hold it."""
+    axes = ("tp", "dp") if pricing.cluster.device.kind == "cpu" else ("tp",)
+    return sum(reduction_s(0, pricing.mesh.degree(axis), pricing.mesh.stride(axis), pricing.cluster) for axis in axes)
 
 
 def _like(pair: Pair, value: Value) -> Pair:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,21 +48,29 @@ class LinearProgram:
         self.price.append(0.0)
         return len(self.price) - 1
 
-    def row(self, terms: Iterable[tuple[int, float]], lower: float = -math.inf, upper: float = math.inf) -> None:
-        """lower <= sum of coefficient * variable <= upper; no variable twice."""
+    def row(self, terms: Iterable[tuple[int, float]], lower: float = -math.inf, upper: float = math.inf) -> int:
+        """lower <= sum of coefficient * variable <= upper; no variable twice. Returns the number of the row."""
         number = len(self._row_lower)
         self._row_lower.append(lower)
         self._row_upper.append(upper)
         self._entries.extend((number, variable, coefficient) for variable, coefficient in terms)
+        return number
 
-    def solve(self, time_limit_s: float, relative_gap: float = 1e-9) -> Solution:
-        """Raises NoSolution when there is none, RuntimeError when none was found in time."""
+    def limit(self, row: int, upper: float) -> None:
+        """Give a row another upper limit."""
+        self._row_upper[row] = upper
+
+    def solve(self, time_limit_s: float, relative_gap: float = 1e-9, price: Sequence[float] | None = None) -> Solution:
+        """``price``: instead of the variables' own.
+
+        Raises NoSolution when there is none, RuntimeError when none was found in time.
+        """
         from ortools.math_opt.python import mathopt  # here, so that what is priced without solving needs no solver
 
         parameters = mathopt.SolveParameters(
             time_limit=datetime.timedelta(seconds=time_limit_s), relative_gap_tolerance=relative_gap, random_seed=0
         )
-        model = mathopt.Model.from_model_proto(self._proto())
+        model = mathopt.Model.from_model_proto(self._proto(self.price if price is None else price))
         result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
         if result.termination.reason == mathopt.TerminationReason.INFEASIBLE:
             raise NoSolution(f"the program has no solution: {result.termination.detail}")
@@ -71,7 +79,7 @@ class LinearProgram:
         values = result.variable_values(list(model.variables()))
         return Solution(tuple(values), result.objective_value(), result.best_objective_bound())
 
-    def _proto(self) -> model_pb2.ModelProto:
+    def _proto(self, prices: Sequence[float]) -> model_pb2.ModelProto:
         from ortools.math_opt import model_pb2
 
         proto = model_pb2.ModelProto()
@@ -80,7 +88,7 @@ class LinearProgram:
         variables.lower_bounds.extend(self.lower)
         variables.upper_bounds.extend(self.upper)
         variables.integers.extend(self.whole)
-        priced = [(x, price) for x, price in enumerate(self.price) if price]
+        priced = [(x, price) for x, price in enumerate(prices) if price]
         proto.objective.linear_coefficients.ids.extend(x for x, _ in priced)
         proto.objective.linear_coefficients.values.extend(price for _, price in priced)
         rows.ids.extend(range(len(self._row_lower)))

@@ -24,7 +24,7 @@ from planner.errors import BadInput, OutOfTime
 from planner.ir.mesh import Mesh
 from planner.ir.plan import Plan, Searched
 from planner.solve.bounds import Bounds
-from planner.solve.configuration import VARIANTS, Evaluator, Problem
+from planner.solve.configuration import LEAN, TIGHT, Evaluator, Problem
 from planner.solve.linear_program import NoSolution
 from planner.solve.shortage import infeasible
 from planner.solve.space import Configuration, Part, Region, Shape, Space
@@ -257,9 +257,10 @@ class _Search:
     def _solved(self, configuration: Configuration) -> _Outcome:
         found: list[_Found] = []
         proven = math.inf
-        for variant in VARIANTS:
-            letters = self.evaluator.letters(configuration, variant)
-            costs = self.evaluator.costs(configuration, letters)
+        for variant in self.evaluator.variants(configuration):
+            if variant in (TIGHT, LEAN) and any(not f.choice.memory_binds for f in found):
+                break
+            costs = self.evaluator.costs(configuration, self.evaluator.letters(configuration, variant))
             self.evaluator.work_done += configuration.stages * len(costs) // 10
             choice = choose_stages(
                 costs,
@@ -268,15 +269,13 @@ class _Search:
                 configuration.schedule,
                 self.problem.memory_limit_bytes,
                 chunks=configuration.chunks,
-                upper_bound_s=self.best_s,
+                upper_bound_s=min([self.best_s, *(f.choice.estimate.step_time_s for f in found)]),
                 deadline=self.deadline,
                 seed=self.problem.seed,
             )
             if isinstance(choice, StageChoice):
                 found.append(_Found(configuration, variant, choice))
             proven = min(proven, choice.bound_s)
-            if configuration.mesh.tp == 1 or (isinstance(choice, StageChoice) and not choice.memory_binds):
-                break
         # Letters other than those tried may be better: without tp there are none.
         bound_s = proven if configuration.mesh.tp == 1 or math.isinf(proven) else 0.0
         if not found:

@@ -278,6 +278,7 @@ class _Program:
         self.units_per_s = UNITS / below_s if below_s else 1.0
         self.model = cp_model.CpModel()
         self.y = [[self.model.new_bool_var(f"y{s}_{x.first}_{x.end}") for x in row] for s, row in enumerate(rows)]
+        self.times = [[x.times for x in row] for row in rows]
         self._one_interval()
         self._contiguous()
         self.objective = self.model.new_int_var(0, UNITS, "T")
@@ -330,12 +331,13 @@ class _Program:
         if path in self.paths:
             return False
         self.paths.add(path)
-        terms = [
-            self._units(path.part_s(stage, x.times, x.per_step_s)) * y
+        units = [
+            self._units(path.part_s(stage, times, x.per_step_s))
             for stage, row in enumerate(self.rows)
-            for x, y in zip(row, self.y[stage], strict=True)
+            for x, times in zip(row, self.times[stage], strict=True)
         ]
-        self.model.add(self.objective >= sum(terms))
+        variables = [y for row in self.y for y in row]
+        self.model.add(self.objective >= cp_model.LinearExpr.weighted_sum(variables, units))
         return True
 
     def next_split(self, below_s: float, time_limit_s: float | None) -> tuple[Split | None, float]:
