@@ -21,6 +21,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import attrgetter
 
 from planner.ir.plan import RECOMPUTATIONS
 from planner.segment_cost import SegmentCost
@@ -52,6 +53,9 @@ class _Mix:
     before: _Mix | None = field(default=None, compare=False)
     kind: int = field(default=0, compare=False)
     word: str = field(default="", compare=False)
+
+
+_FIGURES = attrgetter("extra_s", "kept_bytes", "again_bytes")
 
 
 class Frontier:
@@ -194,7 +198,7 @@ def pareto(mixes: Iterable[_Mix]) -> list[_Mix]:
     # Of those kept: again bytes, ascending, and the least that a mix with no more of them keeps, descending.
     agains: list[int] = []
     leasts: list[int] = []
-    for mix in sorted(mixes):
+    for mix in sorted(mixes, key=_FIGURES):
         place = bisect_right(agains, mix.again_bytes)
         if place and leasts[place - 1] <= mix.kept_bytes:
             continue

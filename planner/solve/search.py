@@ -140,19 +140,21 @@ class _Search:
         at: Configuration | None = None
         while self.best is not None and self.best.configuration != at:
             at = self.best.configuration
-            self._try_each(c for c in self.space.neighbours(at) if c not in self.outcomes)
+            self._try_each((c for c in self.space.neighbours(at) if c not in self.outcomes), at)
 
-    def _try_each(self, configurations: Iterable[Configuration]) -> None:
-        """Solve those that might win: the usual order of axes and few stages a rank first, then by their bounds."""
+    def _try_each(self, configurations: Iterable[Configuration], at: Configuration | None = None) -> None:
+        """Solve those that might win: first what differs from ``at`` in one respect only, in the usual order of axes and with
+        few stages a rank, then by their bounds."""
         promising = []
         for number, configuration in enumerate(configurations):
             if self.within is None or self.within(configuration):
                 try:
                     bound_s = self.bounds.of(configuration)
-                    is_unusual = configuration.mesh != configuration.shape.mesh
-                    promising.append((is_unusual, configuration.chunks, bound_s, number, configuration))
                 except BadInput:
                     continue
+                is_unusual = configuration.mesh != configuration.shape.mesh
+                steps = 0 if at is None else at.differs(configuration)
+                promising.append((steps + is_unusual, configuration.chunks, bound_s, number, configuration))
         for *_, bound_s, _, configuration in sorted(promising):
             if self.cannot_win(bound_s) or self._must_stop(self.usual_work):
                 continue

@@ -69,6 +69,12 @@ class Configuration:
     def shape(self) -> Shape:
         return Shape(Mesh(self.mesh.pp, self.mesh.dp, self.mesh.tp), self.micro_batches)
 
+    def differs(self, other: Configuration) -> int:
+        """In how many respects two configurations differ: shape, order of axes, ZeRO stage, schedule."""
+        mine = (self.shape, self.mesh.order, self.zero, (self.schedule, self.chunks))
+        theirs = (other.shape, other.mesh.order, other.zero, (other.schedule, other.chunks))
+        return sum(a != b for a, b in zip(mine, theirs, strict=True))
+
     @property
     def stages(self) -> int:
         return self.mesh.pp * self.chunks
