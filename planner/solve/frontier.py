@@ -27,7 +27,7 @@ from planner.ir.plan import RECOMPUTATIONS
 from planner.segment_cost import SegmentCost
 
 # More labels than this are thinned out; the fastest one that fits may then be missing (``Frontier.exact``).
-MOST_LABELS = 300
+MOST_LABELS = 1000
 
 
 @dataclass(frozen=True)
