@@ -17,10 +17,8 @@ class WithoutOneSum(worker.Rank):
 
     def load(self, program: Program | Mapping[str, Any], state: str | Path | Mapping[str, torch.Tensor]) -> None:
         super().load(program, state)
-        here = self._here
-        left_out = [h.tensor for h in here.module.held if h.spec.target == "2.weight"]
-        buckets = here.reducer.replica_buckets
-        here.reducer.replica_buckets = [[p for p in b if all(p is not q for q in left_out)] for b in buckets]
+        late = self._here.reducer.late
+        late.buckets = [[h for h in bucket if h.spec.target != "2.weight"] for bucket in late.buckets]
 
 
 class StaleWeights(worker.Rank):
