@@ -253,6 +253,7 @@ def _segment_cost(
         optimizer_bytes=held.optimizer_bytes,
         temporary_bytes=_largest_bytes(graph, nodes) + held.temporary_bytes + saved.shared,
         gradient_sync_per_step_s=held.sync_per_step_s,
+        unhidden_per_step_s=held.unhidden_s,
         optimizer_per_step_s=held.update_per_step_s,
         transfer_s=transfer_s,
         weight_backward_s=for_weights,

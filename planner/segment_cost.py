@@ -47,7 +47,8 @@ class SegmentCost:
     kept instead when the segment is recomputed in full. ``selective``: None where that is no choice;
     ``full``: None for the forward once more. ``weight_backward_s``: the part of ``backward_s`` that only makes gradients
     of weights. ``transfer_s``: sending its output to a next stage, one way.
-    ``*_per_step_s`` are paid once a step.
+    ``*_per_step_s`` are paid once a step; ``unhidden_per_step_s`` is the part of ``gradient_sync_per_step_s`` that dp takes
+    whatever else takes time.
     """
 
     forward_s: float
@@ -61,6 +62,7 @@ class SegmentCost:
     optimizer_bytes: int = 0
     temporary_bytes: int = 0
     gradient_sync_per_step_s: float = 0.0
+    unhidden_per_step_s: float = 0.0
     optimizer_per_step_s: float = 0.0
     transfer_s: float = 0.0
     weight_backward_s: float = 0.0

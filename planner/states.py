@@ -28,7 +28,10 @@ from planner.ir.mesh import Mesh
 
 @dataclass(frozen=True)
 class States:
-    """Bytes on one device; exposed seconds: ``ahead_s`` of a forward, ``behind_s`` of a backward, ``*_per_step_s``."""
+    """Bytes on one device; exposed seconds: ``ahead_s`` of a forward, ``behind_s`` of a backward, ``*_per_step_s``.
+
+    ``unhidden_s``: of ``sync_per_step_s``, what on dp is exposed whatever else takes time.
+    """
 
     weights_bytes: int = 0
     gradients_bytes: int = 0
@@ -37,6 +40,7 @@ class States:
     ahead_s: float = 0.0
     behind_s: float = 0.0
     sync_per_step_s: float = 0.0
+    unhidden_s: float = 0.0
     update_per_step_s: float = 0.0
 
 
@@ -84,20 +88,26 @@ def states(
     def exposed(time_s: float, hiding_s: float) -> float:
         return max(0.0, time_s - hiding_s) if overlaps else time_s
 
+    is_last = weights.first or not reduces_in_backward
+
     def last(time_s: float) -> float:
-        return time_s if weights.first or not reduces_in_backward else exposed(time_s, backward_s)
+        return time_s if is_last else exposed(time_s, backward_s)
 
     cut_bytes = _bytes(cut)
     gather, scatter = seconds("all_gather", cut_bytes), seconds("reduce_scatter", cut_bytes)
     sync = last(seconds("all_reduce", _bytes(whole))) if dp > 1 else 0.0
+    unhidden = sync if is_last or not overlaps else 0.0
     ahead = behind = 0.0
     temporary = 0
     if stage == 1:
         sync += last(scatter) + gather
+        unhidden += scatter if is_last or not overlaps else 0.0
     elif stage == 2:
         behind = exposed(scatter, backward_s)
         sync += last(scatter) - behind + gather
         temporary = cut_bytes  # gradients are whole until they are reduced
+    if stage in (1, 2):
+        unhidden += gather
     elif stage == 3 and cut:
         ahead, behind = exposed(gather, forward_s), exposed(gather + scatter, backward_s)
         temporary = gathered_bytes([cut_bytes, cut_bytes])
@@ -115,6 +125,7 @@ def states(
         ahead,
         behind,
         sync,
+        unhidden,
         optimizer_step_s(_reduced_bytes(trainable, names, dp), optimizer, cluster.device),
     )
 

@@ -132,7 +132,7 @@ def test_with_labels_left_out_what_fits_is_known_and_the_time_is_bounded(
 @given(CHAIN, st.integers(1, 4), st.integers(-5, 120))
 def test_the_relaxed_knapsack_bounds_every_choice(chain: list[SegmentCost], in_flight: int, excess: int) -> None:
     plain = in_flight * sum(s.activations_bytes for s in chain)
-    least = least_recomputation_s(chain, in_flight, excess)
+    least = least_recomputation_s(chain, [in_flight] * len(chain), excess)
     for words in itertools.product(*(segment.recomputations for segment in chain)):
         estimate = stage_estimate(chain, words, in_flight, True)
         if plain - estimate.memory.activations_bytes >= excess:
@@ -146,9 +146,9 @@ def test_the_relaxed_knapsack_takes_the_cheapest_bytes_first() -> None:
     ]
     assert hull_steps(chain[0]) == ((6, 1.0), (4, 3.0))
     assert hull_steps(chain[1]) == ((8, 2.0),)  # selectively it saves little for nearly the same time
-    assert least_recomputation_s(chain, 1, 6) == 1.0
-    assert least_recomputation_s(chain, 1, 10) == 1.0 + 2.0 * 4 / 8
-    assert least_recomputation_s(chain, 2, 2 * 18) == 1.0 + 2.0 + 3.0
+    assert least_recomputation_s(chain, [1] * len(chain), 6) == 1.0
+    assert least_recomputation_s(chain, [1] * len(chain), 10) == 1.0 + 2.0 * 4 / 8
+    assert least_recomputation_s(chain, [2] * len(chain), 2 * 18) == 1.0 + 2.0 + 3.0
 
 
 def test_labels_left_out_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

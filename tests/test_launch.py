@@ -246,6 +246,15 @@ def test_a_start_that_takes_too_long_is_given_up() -> None:
     assert set(children(current_helper().process_id)) == before
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, also where the tests run in the background of a shell, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_keyboard_interrupt_stops_ranks_that_ignore_sigterm() -> None:
     ranks = start(2)
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))

@@ -2,9 +2,10 @@
 
     region tp, dp      T >= min (W(all rows) + dp S) / (dp pp)              or that of a smaller dp
                        or the least of its shapes
-    shape              T >= schedule_bound_s, the least of all schedules, with  D >= min (m W(rows) + S),  rows = batch / (dp m)
+    shape              T >= schedule_bound_s, the least of all schedules, with  D >= min (M W(rows) + S) / dp,  M = dp m,
+                       rows = batch / M: no ZeRO stage leaves a rank less than a dp-th of S
     configuration      the same, with the forward passes that must be run again because not even an ideal sharding of the
-                       activations fits (Evaluator.forced_recomputation_s)
+                       activations fits (Evaluator.forced_recomputation_s), and what travels between stages
 
 W is the time of the operators and conversions of so many rows on the devices of a tp group, all stages together, S what their
 parameters cost once a step; the minimum is over all letters (letters.py), with tp on the best links and nothing that travels
@@ -21,8 +22,9 @@ least share.
     schedule_bound_s   also T >= (D + sum_r p_r) / pp                        D: all that all stages together do in a step
 
 where rank r waits for p_r before its first forward (``fill_s``): the forward of the stages above, at least r segments, or r q
-where every rank has several stages of at least q segments each; then for their backward as well, where D is micro-batches
-alone. And T is no less than one micro-batch through all stages and back, under zero-bubble no less than its forward.
+where every rank has several stages of at least q segments each, and r transfers; then for their backward and its transfers as
+well, where D is micro-batches alone. And T is no less than one micro-batch through all stages and back with its transfers,
+under zero-bubble without the gradients of weights.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ from planner.schedules import ZERO_BUBBLE
 from planner.solve.configuration import Evaluator
 from planner.solve.space import Configuration, Part, Region, Shape, Space, schedules
 
-# Forward and backward seconds of every segment, for one micro-batch.
-Work = Sequence[tuple[float, float]]
+# Seconds of every segment for one micro-batch: forward, backward, and the part of backward for gradients of weights only.
+Work = Sequence[tuple[float, float, float]]
 
 
 def pipeline_bound_s(micro_batch_s: float, pp: int, micro_batches: int, share: float = 1.0) -> float:
@@ -49,28 +51,33 @@ def pipeline_bound_s(micro_batch_s: float, pp: int, micro_batches: int, share: f
     return share * micro_batch_s / (1.0 - (1.0 - share / micro_batches) ** pp)
 
 
-def schedule_bound_s(work: Work, least_s: float, pp: int, micro_batches: int, schedule: str, chunks: int) -> float:
-    """Least step time of a schedule, whatever the stages. ``work``: forward and backward seconds of every segment, for one
-    micro-batch; ``least_s``: all that all stages together do in a step, at least."""
-    total_s = sum(forward_s + backward_s for forward_s, backward_s in work)
+def schedule_bound_s(
+    work: Work, least_s: float, pp: int, micro_batches: int, schedule: str, chunks: int, transfer_s: float = 0.0
+) -> float:
+    """Least step time of a schedule, whatever the stages. ``least_s``: all that all stages together do in a step, at least;
+    ``transfer_s``: sending a micro-batch from one stage to the next, at least."""
+    total_s = sum(forward_s + backward_s for forward_s, backward_s, _ in work)
     least = len(work) // (pp * chunks) if chunks > 1 else 1
-    forward_s = [f for f, _ in work[: (pp - 1) * least]]
-    late_s = (max(least_s, micro_batches * total_s) + fill_s(forward_s, pp, least)) / pp
-    late_s = max(late_s, sum(f for f, _ in work) if schedule == ZERO_BUBBLE else total_s)
+    above = work[: (pp - 1) * least]
+    waits = fill_s([f for f, *_ in above], pp, least, transfer_s)
+    late_s = (max(least_s, micro_batches * total_s) + waits) / pp
+    round_trip_s = total_s + 2 * (pp * chunks - 1) * transfer_s
+    if schedule == ZERO_BUBBLE:
+        round_trip_s -= sum(w for *_, w in work)
+    late_s = max(late_s, round_trip_s)
     if schedule == ZERO_BUBBLE and chunks == 1:
-        share = min((f / (f + b) for f, b in work if f + b > 0), default=0.0)
+        share = min((f / (f + b) for f, b, _ in work if f + b > 0), default=0.0)
         return max(late_s, pipeline_bound_s(total_s, pp, micro_batches, share) if share else 0.0)
     if schedule == ZERO_BUBBLE:
         return late_s
-    if chunks == 1:
-        return max(late_s, pipeline_bound_s(total_s, pp, micro_batches))
-    both_s = [f + b for f, b in work[: (pp - 1) * least]]
-    return max(late_s, (micro_batches * total_s + fill_s(both_s, pp, least)) / pp)
+    waits = fill_s([f + b for f, b, _ in above], pp, least, 2 * transfer_s)
+    late_s = max(late_s, (micro_batches * total_s + waits) / pp)
+    return max(late_s, pipeline_bound_s(total_s, pp, micro_batches)) if chunks == 1 else late_s
 
 
-def fill_s(segments_s: Sequence[float], pp: int, least: int) -> float:
-    """What all ranks wait for together, where rank r waits for the first r ``least`` segments."""
-    return sum(sum(segments_s[: rank * least]) for rank in range(pp))
+def fill_s(segments_s: Sequence[float], pp: int, least: int, transfer_s: float = 0.0) -> float:
+    """What all ranks wait for together, where rank r waits for the first r ``least`` segments and r transfers."""
+    return sum(sum(segments_s[: rank * least]) + rank * transfer_s for rank in range(pp))
 
 
 class Bounds:
@@ -78,26 +85,48 @@ class Bounds:
 
     def __init__(self, evaluator: Evaluator, space: Space) -> None:
         self.evaluator, self.space = evaluator, space
-        # Regions: (tp, 0, True, 1) -> times by dp. Configurations: (tp, dp, ZeRO?, share of weights held) -> by micro-batches.
+        # Regions: (tp, 0, True, 1) -> times by dp. Shapes: (tp, 1, True, 1) -> by the micro-batches of all ranks of dp.
+        # Configurations: (tp, dp, ZeRO?, share of weights held) -> by micro-batches.
         self.least_s: dict[tuple[int, int, bool, float], dict[int, float]] = {}
 
     def of(self, part: Part, sharpness: int = 0, enough_s: float = math.inf) -> float:
         """A lower bound of a part of the space. Raises BadInput where the batch cannot be cut so.
 
-        The first of a configuration is from what is known; the second solves its program. Where a bound of ``enough_s`` is
-        at hand, no program is solved for a better one.
+        The first of a shape or configuration is from what is known; the second solves its program. Where a bound of
+        ``enough_s`` is at hand, no program is solved for a better one.
         """
         if isinstance(part, Region):
             return self._region_s(part, enough_s)
         mesh, m = part.mesh, part.micro_batches
         if isinstance(part, Shape):
-            return self._shape_s(part, self.evaluator.work(mesh.dp, m), 0.0)
+            work = self.evaluator.work(mesh.dp, m)
+            bound_s = self._shape_s(part, work, self._known_of_shape_s(part))
+            if not sharpness or bound_s >= enough_s:
+                return bound_s
+            return self._shape_s(part, work, self._least_of_shape_s(part))
         key = (mesh.tp, mesh.dp, part.zero > 0, self.evaluator.held_share(part))
         solved = self.least_s.setdefault(key, {})
         if sharpness and m not in solved:
             solved[m] = self.evaluator.least_letters_s(part)
         known = max((least_s for fewer, least_s in solved.items() if m % fewer == 0), default=0.0)
-        return self._configuration_s(part, known)
+        return self._configuration_s(part, max(known, self._known_of_shape_s(part.shape)))
+
+    def _known_of_shape_s(self, shape: Shape) -> float:
+        """Least seconds of all work of a step in all stages, from the programs solved so far."""
+        dp, pieces = shape.mesh.dp, shape.mesh.dp * shape.micro_batches
+        solved = self.least_s.get((shape.mesh.tp, 1, True, 1.0), {})
+        return max((least_s for fewer, least_s in solved.items() if pieces % fewer == 0), default=0.0) / dp
+
+    def _least_of_shape_s(self, shape: Shape) -> float:
+        """The same from its own program, one for all shapes with as many micro-batches in all ranks of dp together."""
+        tp, pieces = shape.mesh.tp, shape.mesh.dp * shape.micro_batches
+        solved = self.least_s.setdefault((tp, 1, True, 1.0), {})
+        if pieces not in solved and self.space.batch % pieces == 0:
+            try:
+                solved[pieces] = self.evaluator.least_s(tp, 1, pieces)
+            except BadInput:
+                solved[pieces] = 0.0  # cut otherwise it may be possible
+        return self._known_of_shape_s(shape)
 
     def _region_s(self, region: Region, enough_s: float) -> float:
         """From its shapes, or the nearest smaller dp whose program is solved, where that is enough; else by its own."""
@@ -128,7 +157,7 @@ class Bounds:
     def _shape_s(self, shape: Shape, work: Work, least_s: float) -> float:
         """The least bound of any schedule."""
         mesh, m = shape.mesh, shape.micro_batches
-        own = tuple((f / mesh.tp, b / mesh.tp) for f, b in work)
+        own = tuple((f / mesh.tp, b / mesh.tp, w / mesh.tp) for f, b, w in work)
         kinds = schedules(mesh.pp, m, self.evaluator.segments)
         return min((schedule_bound_s(own, least_s, mesh.pp, m, *kind) for kind in kinds), default=math.inf)
 
@@ -139,11 +168,17 @@ class Bounds:
         if math.isinf(again_s) or (again_s and part.schedule == ZERO_BUBBLE):
             return math.inf
         ideal = self.evaluator.ideal_costs(part)
-        own = tuple((c.forward_s / mesh.tp, c.backward_s / mesh.tp) for c in ideal)
+        weights_s = (w for *_, w in self.evaluator.work(mesh.dp, m))
+        own = tuple(
+            (c.forward_s / mesh.tp, c.backward_s / mesh.tp, w / mesh.tp) for c, w in zip(ideal, weights_s, strict=True)
+        )
         once_s = sum(c.gradient_sync_per_step_s + c.optimizer_per_step_s for c in ideal) / mesh.tp
-        work_s = sum(f + b for f, b in own)
-        bound_s = schedule_bound_s(own, max(least_s, m * work_s + once_s), mesh.pp, m, part.schedule, part.chunks)
-        again_bound_s = (m * (again_s + work_s) + once_s) / mesh.pp
-        if part.chunks == 1:
-            again_bound_s = max(again_bound_s, pipeline_bound_s(work_s + again_s, mesh.pp, m))
-        return max(bound_s, again_bound_s) if again_s else bound_s
+        work_s = sum(f + b for f, b, _ in own)
+        on_cpu = self.evaluator.problem.cluster.device.kind == "cpu"  # there the program counts what travels on dp
+        unhidden_s = 0.0 if on_cpu else sum(c.unhidden_per_step_s for c in ideal) / mesh.tp
+        least_s = max(least_s + unhidden_s, m * work_s + once_s) + m * again_s
+        transfer_s = self.evaluator.transfer_s(part)
+        bound_s = schedule_bound_s(own, least_s, mesh.pp, m, part.schedule, part.chunks, transfer_s)
+        if again_s and part.chunks == 1:
+            bound_s = max(bound_s, pipeline_bound_s(work_s + again_s, mesh.pp, m))
+        return bound_s

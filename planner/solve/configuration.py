@@ -16,17 +16,18 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
+from costmodels.collectives import collective_time_s
 from costmodels.hardware import Cluster
 from costmodels.memory import state_bytes
 from planner.batch import BatchSplit, split_batch
-from planner.costing import Pricing, node_cost, segment_costs
+from planner.costing import Pricing, crossing, made_of_weights, node_cost, segment_costs, weight_backward_s
 from planner.errors import BadInput
 from planner.fold import Folded, fold
 from planner.ir.graph import Graph, Node
 from planner.ir.mesh import Mesh
 from planner.ir.plan import Plan, Searched, SegmentInfo
 from planner.layouts import record, scaled, strategy_names
-from planner.schedules import ZERO_BUBBLE, held, in_flight
+from planner.schedules import ZERO_BUBBLE, held
 from planner.segment_cost import SegmentCost, stage_estimates
 from planner.segments import cut_into_segments, segment_count, segment_kinds, segment_label, segment_nodes
 from planner.shard import Sharded, shard
@@ -35,6 +36,7 @@ from planner.simulate import estimate_step
 from planner.solve.frontier import least_recomputation_s
 from planner.solve.letters import Keep, Letters, LettersProgram, whole_letters
 from planner.solve.linear_program import NoSolution
+from planner.solve.pools import Pool, pools
 from planner.solve.space import Configuration
 
 FAST, GATHERED, TIGHT, LEAN = "fast", "gathered", "tight", "lean"
@@ -66,8 +68,9 @@ class Evaluator:
         self.segments = segment_count(self.graph)
         self.work_done = 0  # operators put into programs so far
         self._splits: dict[tuple[int, int], BatchSplit] = {}
-        self._work: dict[tuple[int, int], tuple[tuple[float, float], ...]] = {}
-        self._ideal: dict[tuple[int, int, int, bool], tuple[SegmentCost, ...]] = {}
+        self._work: dict[tuple[int, int], tuple[tuple[float, float, float], ...]] = {}
+        self._crossing: dict[tuple[int, int], int] = {}
+        self._ideal: dict[tuple[Mesh, int, int, bool], tuple[SegmentCost, ...]] = {}
         self._letters: dict[tuple[Mesh, int, int, str, float], Letters] = {}
         self._programs: dict[tuple[Mesh, int], LettersProgram] = {}
         self._local: dict[int, tuple[Letters, Sharded]] = {}
@@ -90,26 +93,46 @@ class Evaluator:
             configuration.schedule != ZERO_BUBBLE,
         )
 
-    def work(self, dp: int, micro_batches: int) -> tuple[tuple[float, float], ...]:
-        """Seconds of forward and backward of the operators of every segment, for one micro-batch on one device (tp = 1),
-        without dp's communication: split over n devices they take at least an n-th. Raises BadInput when the batch cannot
-        be cut so."""
+    def work(self, dp: int, micro_batches: int) -> tuple[tuple[float, float, float], ...]:
+        """Seconds of forward and backward of the operators of every segment, and of the part of backward that makes gradients
+        of weights only, for one micro-batch on one device (tp = 1), without dp's communication: split over n devices they
+        take at least an n-th. Raises BadInput when the batch cannot be cut so."""
         key = self._as_micro_batches(dp, micro_batches)
         if key not in self._work:
             graph = self.split(*key).graph
             pricing = Pricing(self.problem.cluster, Mesh(dp=key[0]), self.problem.optimizer)
-            sums = [[0.0, 0.0] for _ in self.folded.weights]
-            for node in graph.nodes:
-                if node.op != "convert":
-                    cost = node_cost(node, graph.values, pricing)
-                    sums[max(node.segment, 0)][0] += cost.forward_s
-                    sums[max(node.segment, 0)][1] += cost.backward_s
-            self._work[key] = tuple((sums[i][0], sums[i][1]) for i in self.folded.origin)
+            sums = []
+            shared = [node for node in graph.nodes if node.segment < 0]
+            for number, own in enumerate(segment_nodes(graph)):
+                nodes = [node for node in (*(shared if number == 0 else ()), *own) if node.op != "convert"]
+                of_weights = made_of_weights(graph, nodes)
+                costs = [node_cost(node, graph.values, pricing) for node in nodes]
+                pairs = zip(nodes, costs, strict=True)
+                sums.append(
+                    (
+                        sum(cost.forward_s for cost in costs),
+                        sum(cost.backward_s for cost in costs),
+                        sum(weight_backward_s(node, cost, of_weights, graph, pricing) for node, cost in pairs),
+                    )
+                )
+            self._work[key] = tuple(sums[i] for i in self.folded.origin)
         return self._work[key]
+
+    def transfer_s(self, configuration: Configuration) -> float:
+        """Least seconds of sending a micro-batch from one stage to the next, wherever the chain is cut."""
+        mesh = configuration.mesh
+        if mesh.pp == 1:
+            return 0.0
+        key = (mesh.dp, configuration.micro_batches)
+        if key not in self._crossing:
+            graph = self.split(*key).graph
+            cuts = sorted(set(self.folded.origin[:-1]))
+            self._crossing[key] = min(sum(value.size_bytes for value in crossing(graph, cut)) for cut in cuts)
+        return collective_time_s("send", self._crossing[key], mesh.pp, mesh.stride("pp"), self.problem.cluster)
 
     def work_s(self, dp: int, micro_batches: int) -> float:
         """The sum of ``work``."""
-        return sum(forward_s + backward_s for forward_s, backward_s in self.work(dp, micro_batches))
+        return sum(forward_s + backward_s for forward_s, backward_s, _ in self.work(dp, micro_batches))
 
     def _as_micro_batches(self, dp: int, micro_batches: int) -> tuple[int, int]:
         """(1, dp micro_batches) where that gives pieces of the same rows, else (dp, micro_batches)."""
@@ -153,38 +176,51 @@ class Evaluator:
     def ideal_costs(self, configuration: Configuration) -> tuple[SegmentCost, ...]:
         """Segment costs on a device that holds everything of a stage (tp = 1): a tp-th of them, where sizes are meant, is
         the least any letters leave to one device."""
-        in_two = configuration.schedule == ZERO_BUBBLE
-        key = (configuration.mesh.dp, configuration.micro_batches, configuration.zero, in_two)
+        in_two, mesh = configuration.schedule == ZERO_BUBBLE, configuration.mesh
+        # Nothing but dp communicates: the other axes only say how far apart its ranks are.
+        apart = Mesh(dp=mesh.dp, tp=mesh.stride("dp") if mesh.dp > 1 else 1)
+        key = (apart, configuration.micro_batches, configuration.zero, in_two)
         if key not in self._ideal:
-            ideal = replace(configuration, mesh=Mesh(dp=configuration.mesh.dp))
-            self._ideal[key] = self.costs(ideal, self.letters(ideal))
+            alone = replace(configuration, mesh=Mesh(dp=mesh.dp))
+            self._ideal[key] = self._costs_of(replace(alone, mesh=apart), self._sharded(alone, self.letters(alone)))
         return self._ideal[key]
 
     def forced_recomputation_s(self, configuration: Configuration) -> float:
         """Forward seconds (of one device, tp = 1) that any plan of the configuration runs again for lack of memory;
         infinite where nothing makes room enough.
 
-        Relaxed: weights and activations cut evenly over tp, memory of all stages pooled, and each stage holding only as
-        many micro-batches as the last; then the cheapest recomputation, of fractions of segments, that makes room.
+        Relaxed: weights and activations cut evenly over tp, and memory pooled (pools.py); then the cheapest recomputation, of
+        fractions of segments, that makes room.
         """
-        costs, fewest = self.ideal_costs(configuration), self._fewest_in_flight(configuration)
-        excess = fewest * sum(c.activations_bytes for c in costs) - self._room_bytes(configuration)
         if self.least_bytes(configuration) > self.problem.memory_limit_bytes:
             return math.inf
-        return least_recomputation_s(costs, fewest, excess)
+        costs = self.ideal_costs(configuration)
+        states = sum(c.states_bytes for c in costs)
+        limit = self.problem.memory_limit_bytes * configuration.mesh.tp
+        again_s = 0.0
+        for pool in self._pools(configuration):
+            kept = sum(flight * c.activations_bytes for flight, c in zip(pool.flights, costs, strict=True))
+            excess = pool.states * states + kept - pool.devices * limit
+            again_s = max(again_s, least_recomputation_s(costs, pool.flights, excess))
+        return again_s
 
     def least_bytes(self, configuration: Configuration) -> float:
         """A lower bound of the memory of the fullest device, with everything recomputed that makes room."""
-        mesh = configuration.mesh
-        costs, fewest = self.ideal_costs(configuration), self._fewest_in_flight(configuration)
-        kept = sum(c.states_bytes + fewest * min(way.kept_bytes for way in c.recomputations.values()) for c in costs)
-        return kept / (mesh.pp * mesh.tp)
-
-    def _room_bytes(self, configuration: Configuration) -> int:
-        """What all devices of the pipeline have together beside weights, gradients and optimizer state."""
-        mesh = configuration.mesh
         states = sum(c.states_bytes for c in self.ideal_costs(configuration))
-        return self.problem.memory_limit_bytes * mesh.pp * mesh.tp - states
+        tp = configuration.mesh.tp
+        return max(
+            (pool.states * states + self._least_kept_bytes(configuration, pool)) / (pool.devices * tp)
+            for pool in self._pools(configuration)
+        )
+
+    def _least_kept_bytes(self, configuration: Configuration, pool: Pool) -> float:
+        """What a pool must keep for backward at least, on tp = 1."""
+        costs = self.ideal_costs(configuration)
+        least = (min(way.kept_bytes for way in c.recomputations.values()) for c in costs)
+        return sum(flight * kept for flight, kept in zip(pool.flights, least, strict=True))
+
+    def _pools(self, at: Configuration) -> tuple[Pool, ...]:
+        return pools(at.schedule, at.mesh.pp, at.micro_batches, at.chunks, self.segments)
 
     def least_letters_s(self, configuration: Configuration) -> float:
         """Least seconds of all micro-batches in all stages together, under any letters whose weights fit; infinite where
@@ -195,10 +231,6 @@ class Evaluator:
             return self.letters(usual).least_s * configuration.micro_batches
         except NoSolution:
             return math.inf
-
-    def _fewest_in_flight(self, configuration: Configuration) -> int:
-        pp, m, schedule = configuration.mesh.pp, configuration.micro_batches, configuration.schedule
-        return m if schedule == "gpipe" else in_flight(schedule, pp, m, pp - 1) if configuration.chunks == 1 else 1
 
     def letters(self, configuration: Configuration, variant: str = FAST, keep: Keep | None = None) -> Letters:
         """Strategies on tp; ``keep`` restricts them under the name ``variant``.
@@ -255,9 +287,11 @@ class Evaluator:
             return 1.0
         costs = self.ideal_costs(configuration)
         states = sum(c.states_bytes for c in costs)
-        fewest = self._fewest_in_flight(configuration)
-        kept = sum(fewest * min(way.kept_bytes for way in c.recomputations.values()) for c in costs)
-        room = self.problem.memory_limit_bytes * mesh.pp - kept / mesh.tp
+        limit = self.problem.memory_limit_bytes
+        room = min(
+            (pool.devices * limit - self._least_kept_bytes(configuration, pool) / mesh.tp) / pool.states
+            for pool in self._pools(configuration)
+        )
         if not states or room >= states:
             return 1.0
         return min(1.0, max(math.ceil(8 * room / self._least_states_bytes(configuration)), math.ceil(8 / mesh.tp)) / 8)
@@ -306,9 +340,14 @@ class Evaluator:
         key = (id(letters), configuration.mesh, configuration.micro_batches, configuration.zero, in_two)
         if key not in self._costs:
             local = self._sharded(configuration, letters)
-            costs = segment_costs(local.graph, self.pricing(configuration), local.pairs, letters.partial_leaves)
-            self._costs[key] = tuple(costs[i] for i in self.folded.origin)
+            self._costs[key] = self._costs_of(configuration, local, letters.partial_leaves)
         return self._costs[key]
+
+    def _costs_of(
+        self, configuration: Configuration, local: Sharded, partial: frozenset[str] = frozenset()
+    ) -> tuple[SegmentCost, ...]:
+        costs = segment_costs(local.graph, self.pricing(configuration), local.pairs, partial)
+        return tuple(costs[i] for i in self.folded.origin)
 
     def _sharded(self, configuration: Configuration, letters: Letters) -> Sharded:
         """One device's graph under ``letters``, which are kept so that no others get their id."""

@@ -120,7 +120,7 @@ class Frontier:
             fastest = self.fastest(first, end, in_flight, limit_bytes)
             return fastest.extra_s if fastest is not None else 0.0
         excess = self.fixed_bytes(first, end) + in_flight * (self._plain[end] - self._plain[first]) - limit_bytes
-        return least_recomputation_s(part, in_flight, excess)
+        return least_recomputation_s(part, (in_flight,) * len(part), excess)
 
     def least_bytes(self, first: int, end: int, in_flight: int) -> int:
         """The least memory any choice needs."""
@@ -211,8 +211,9 @@ def pareto(mixes: Iterable[_Mix]) -> list[_Mix]:
     return kept
 
 
-def least_recomputation_s(segments: Sequence[SegmentCost], in_flight: int, excess_bytes: float) -> float:
-    """Least time of recomputation so that ``excess_bytes`` are not kept, parts of segments allowed.
+def least_recomputation_s(segments: Sequence[SegmentCost], in_flight: Sequence[float], excess_bytes: float) -> float:
+    """Least time of recomputation so that ``excess_bytes`` are not kept, parts of segments allowed. ``in_flight``: how many
+    micro-batches are held of each segment.
 
     The linear relaxation of the multiple-choice knapsack: each segment gives the steps of the convex hull of its ways, by
     (bytes saved, seconds), and the steps are taken in order of seconds a byte (Sinha, Zoltners 1979).
@@ -221,8 +222,8 @@ def least_recomputation_s(segments: Sequence[SegmentCost], in_flight: int, exces
         return 0.0
     steps = sorted(
         (
-            (extra_s / saved, extra_s, in_flight * saved)
-            for segment in segments
+            (extra_s / (held * saved), extra_s, held * saved)
+            for segment, held in zip(segments, in_flight, strict=True)
             for saved, extra_s in hull_steps(segment)
         ),
         key=lambda step: step[0],

@@ -60,7 +60,7 @@ class _Entry:
 
 
 def _sharpest(part: Part) -> int:
-    return 2 if isinstance(part, Configuration) and part.mesh.tp > 1 else 1
+    return 2 if not isinstance(part, Region) and part.mesh.tp > 1 else 1
 
 
 def _depth(part: Part) -> int:

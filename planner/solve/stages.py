@@ -43,6 +43,7 @@ from planner.schedules import ZERO_BUBBLE, held
 from planner.segment_cost import SegmentCost, stage_estimates
 from planner.simulate import estimate_step
 from planner.solve.intervals import Interval, Intervals
+from planner.solve.pools import even_intervals
 
 UNITS = 2**36
 MOST_ROUNDS = 200
@@ -233,14 +234,8 @@ class _Problem:
     def even_rows(self) -> list[list[Interval]]:
         """Of each stage, the intervals of even length, with each way of recomputation."""
         stages = self.pp * self.chunks
-        least, longer = divmod(len(self.segments), stages)
-        rows = []
-        for stage in range(stages):
-            firsts = range(stage * least + max(0, longer - stages + stage), stage * least + min(stage, longer) + 1)
-            edges = [(first, first + size) for first in firsts for size in (least, least + 1)]
-            ends = range(1, len(self.segments) + 1) if stage < stages - 1 else (len(self.segments),)
-            rows.append([x for edge in edges if edge[1] in ends for x in self.intervals.each_way(stage, *edge)])
-        return rows
+        edges = [even_intervals(len(self.segments), stages, stage) for stage in range(stages)]
+        return [[x for edge in mine for x in self.intervals.each_way(i, *edge)] for i, mine in enumerate(edges)]
 
     def prove(self, program: _Program, best: Best, upper_bound_s: float, deadline: float | None) -> tuple[Best, float]:
         """Add the critical path of what the program finds until no split can be better than the best; and a bound."""
