@@ -182,6 +182,26 @@ def test_an_upper_bound_stops_early_but_never_hides_a_better_split(instance: Ins
         assert choice.bound_s >= best_s * factor * (1 - RELATIVE)
 
 
+@given(instances(5))
+@settings(max_examples=50)
+def test_what_is_not_promising_ends_with_moved_cuts_and_a_bound_that_holds(instance: Instance) -> None:
+    choice = choose_stages(
+        instance.segments,
+        instance.pp,
+        instance.micro_batches,
+        instance.schedule,
+        instance.limit_bytes,
+        promising_s=0.0,
+    )
+    best_s = instance.best_s()
+    if isinstance(choice, NoChoice):
+        assert math.isinf(best_s)
+        return
+    assert choice.estimate.fits
+    assert choice.bound_s <= best_s * (1 + RELATIVE)
+    assert choice.estimate.step_time_s >= best_s * (1 - RELATIVE)
+
+
 def test_past_the_deadline_something_legal_comes_back() -> None:
     chain = tuple(SegmentCost(1.0 + i % 3, 2.0 + i % 5, activations_bytes=i, transfer_s=0.5) for i in range(6))
     instance = Instance(chain, 3, 4, "1f1b", AMPLE)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from planner.errors import BadInput, OutOfTime
 from planner.ir.mesh import Mesh
 from planner.ir.plan import Plan, Searched
+from planner.segment_cost import SegmentCost
 from planner.solve.bounds import Bounds
 from planner.solve.configuration import LEAN, TIGHT, Evaluator, Problem
 from planner.solve.linear_program import NoSolution
@@ -34,6 +35,8 @@ Progress = Callable[..., None]
 Within = Callable[[Configuration], bool]
 # Two objectives closer than this are equal.
 RELATIVE_TOLERANCE = 1e-9
+# With tp, where stages prove nothing of other letters, a split that single moves leave this much slower is not worth more.
+PROMISING = 1.1
 TOO_LARGE = "does not fit the memory"
 # Configurations picked by hand are tried where the best plan takes so many times the work of all devices.
 USUAL_FROM = 1.05
@@ -143,8 +146,8 @@ class _Search:
             self._try_each((c for c in self.space.neighbours(at) if c not in self.outcomes), at)
 
     def _try_each(self, configurations: Iterable[Configuration], at: Configuration | None = None) -> None:
-        """Solve those that might win: first what differs from ``at`` in one respect only, in the usual order of axes and with
-        few stages a rank, then by their bounds."""
+        """Solve those that might win by their bounds; of those near ``at``, first what differs in one respect only, in the
+        usual order of axes and with few stages a rank."""
         promising = []
         for number, configuration in enumerate(configurations):
             if self.within is None or self.within(configuration):
@@ -154,7 +157,8 @@ class _Search:
                     continue
                 is_unusual = configuration.mesh != configuration.shape.mesh
                 steps = 0 if at is None else at.differs(configuration)
-                promising.append((steps + is_unusual, configuration.chunks, bound_s, number, configuration))
+                chunks = 0 if at is None else configuration.chunks
+                promising.append((steps + is_unusual, chunks, bound_s, number, configuration))
         for *_, bound_s, _, configuration in sorted(promising):
             if self.cannot_win(bound_s) or self._must_stop(self.usual_work):
                 continue
@@ -258,12 +262,16 @@ class _Search:
 
     def _solved(self, configuration: Configuration) -> _Outcome:
         found: list[_Found] = []
+        tried: list[tuple[SegmentCost, ...]] = []
         proven = math.inf
         for variant in self.evaluator.variants(configuration):
             if variant in (TIGHT, LEAN) and any(not f.choice.memory_binds for f in found):
                 break
             costs = self.evaluator.costs(configuration, self.evaluator.letters(configuration, variant))
-            self.evaluator.work_done += configuration.stages * len(costs) // 10
+            if costs in tried:
+                continue
+            tried.append(costs)
+            self.evaluator.work_done += configuration.mesh.pp * len(costs) // 10
             choice = choose_stages(
                 costs,
                 configuration.mesh.pp,
@@ -272,6 +280,7 @@ class _Search:
                 self.problem.memory_limit_bytes,
                 chunks=configuration.chunks,
                 upper_bound_s=min([self.best_s, *(f.choice.estimate.step_time_s for f in found)]),
+                promising_s=PROMISING * self.best_s if configuration.mesh.tp > 1 else math.inf,
                 deadline=self.deadline,
                 seed=self.problem.seed,
             )

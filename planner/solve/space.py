@@ -121,8 +121,9 @@ class Space:
                     yield Configuration(mesh, m, zero, schedule, chunks)
 
     def usual(self, states_bytes: int, limit_bytes: int) -> Iterator[Configuration]:
-        """What a person might try, under 1f1b: without tp, every number of stages; with tp inside a node, one stage, and the
-        fewest whose weights, gradients and optimizer state (``states_bytes`` in all) take at most half the memory."""
+        """What a person might try: without tp, every number of stages; with tp inside a node, one stage, and the fewest whose
+        weights, gradients and optimizer state (``states_bytes`` in all) take at most half the memory. Under 1f1b, and
+        interleaved with two stages a rank and ZeRO-1."""
         gpus = self.cluster.gpus
         for tp in divisors(gpus):
             if tp > self.cluster.gpus_per_node:
@@ -130,11 +131,15 @@ class Space:
             few = next((pp for pp in divisors(gpus // tp) if 2 * states_bytes <= pp * tp * limit_bytes), 1)
             for pp in divisors(gpus // tp) if tp == 1 else sorted({1, few}):
                 dp = gpus // tp // pp
-                if dp <= self.batch and pp <= self.segments:
-                    for m in micro_batch_counts(self.batch, dp):
-                        if ("1f1b", 1) in schedules(pp, m, self.segments):
-                            for zero in {0, max(zero_stages(dp, "1f1b"))}:
-                                yield Configuration(Mesh(pp, dp, tp), m, zero, "1f1b")
+                if dp > self.batch or pp > self.segments:
+                    continue
+                for m in micro_batch_counts(self.batch, dp):
+                    kinds = set(schedules(pp, m, self.segments))
+                    if ("1f1b", 1) in kinds:
+                        for zero in {0, max(zero_stages(dp, "1f1b"))}:
+                            yield Configuration(Mesh(pp, dp, tp), m, zero, "1f1b")
+                    if ("interleaved", 2) in kinds:
+                        yield Configuration(Mesh(pp, dp, tp), m, min(1, dp - 1), "interleaved", 2)
 
     def neighbours(self, at: Configuration) -> Iterator[Configuration]:
         """Other schedules, ZeRO stages and orders of the same shape; and the same with degrees or micro-batches doubled or

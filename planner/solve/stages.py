@@ -92,6 +92,7 @@ def choose_stages(
     *,
     chunks: int = 1,
     upper_bound_s: float = math.inf,
+    promising_s: float = math.inf,
     deadline: float | None = None,
     seed: int = 0,
 ) -> StageChoice | NoChoice:
@@ -99,7 +100,8 @@ def choose_stages(
 
     ``chunks``: stages a rank; with several the segments are dealt out evenly, the stages differing by one at most.
 
-    ``upper_bound_s``: stop once no split can be faster than this; the best seen comes back. ``deadline``: a value of
+    ``upper_bound_s``: stop once no split can be faster than this; the best seen comes back. ``promising_s``: where moving
+    single cuts ends above this, go no further, and prove little. ``deadline``: a value of
     time.monotonic() after which the best so far comes back, with its bound; so it does after MOST_WORK. Needs
     1 <= pp * chunks <= number of segments.
     """
@@ -116,7 +118,10 @@ def choose_stages(
         is_exact = problem.intervals.frontier.exact
         bound_s = found_s if is_exact else min(found_s, micro_batches * only.total_s + only.per_step_s)
         return replace(choice, bound_s=bound_s, proven=met(bound_s, found_s), memory_binds=only.label.extra_s > 0)
-    return problem.solve(choice, least_s, upper_bound_s, deadline, seed)
+    best = problem.improve(choice)
+    if best.estimate.step_time_s > promising_s:
+        return problem.chosen(best, least_s)
+    return problem.solve(best, least_s, upper_bound_s, deadline, seed)
 
 
 def least_missing(
@@ -196,10 +201,9 @@ class _Problem:
         )
 
     def solve(
-        self, start: StageChoice, least_s: float, upper_bound_s: float, deadline: float | None, seed: int
+        self, best: StageChoice, least_s: float, upper_bound_s: float, deadline: float | None, seed: int
     ) -> StageChoice:
-        """The best split with one stage a rank, from ``start``; none takes less than ``least_s``."""
-        best = self.improve(start)
+        """The best split with one stage a rank, from ``best``; none takes less than ``least_s``."""
         below = min(upper_bound_s, best.estimate.step_time_s)
         rows = self.intervals.within(below)
         bound_s = below
