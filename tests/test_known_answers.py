@@ -167,5 +167,8 @@ def test_a_cnn_with_huge_early_activations_is_data_parallel_first() -> None:
     evaluator = Evaluator(problem(graph(4096), on))
     for strategy in ("ddp", "fsdp"):
         assert plan.objective_s < plan_by_hand(evaluator, strategy).objective_s / 2
-    # With small linear layers it is data parallel to the end.
-    assert degrees(solved(graph(16), on)) == (1, 4, 1)
+    # With small linear layers data parallelism to the end is as good, and the convolutions know nothing else.
+    plan = solved(graph(16), on)
+    assert {(row.dp, row.tp) for row in operators(plan, "conv2d")} <= {("n", "n"), ("n", "R")}
+    assert plan.mesh.tp == 1 or all(row.tp == "n" for row in operators(plan, "conv2d"))
+    assert plan_by_hand(Evaluator(problem(graph(16), on)), "ddp").objective_s < 1.01 * plan.objective_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,11 +20,12 @@ from planner.costing import Pricing, graph_cost_s, node_cost
 from planner.ir.graph import Graph, Leaf, Node, Ref, Value
 from planner.ir.layout import REPLICATED, WHOLE, Pair, conversion
 from planner.ir.mesh import Mesh
-from planner.segments import cut_into_segments, node_classes
+from planner.segments import cut_into_segments, node_classes, segment_kinds
 from planner.shard import shard
 from planner.sharding_rules import Strategy, rule_of, strategies
 from planner.sharding_rules.cuts import find_cuts
-from planner.solve.letters import Letters, parameter_step_s, solve_letters, whole_letters
+from planner.solve.letter_prices import gathering_s
+from planner.solve.letters import Letters, LettersProgram, parameter_step_s, solve_letters, whole_letters
 from tests.models import gpt_tied, hf_llama, mlp
 from tests.search_cases import cluster, graph_of, traced
 
@@ -299,6 +301,37 @@ def test_the_objective_is_the_price_of_the_program(make: Callable[..., object], 
         assert lowered_cost_s(graph, found, pricing) == pytest.approx(found.objective_s, rel=1e-6)
         whole = whole_letters(graph)
         assert found.objective_s <= lowered_cost_s(graph, whole, pricing) * (1 + 1e-6)
+
+
+def with_moves_s(graph: Graph, found: Letters, pricing: Pricing) -> float:
+    """The solution under ZeRO-3 priced as the finished program: of equal segments their work, or what moves if that is more."""
+    sharded = shard(graph, "tp", pricing.mesh.tp, found.strategies, found.leaves).graph
+    kinds = segment_kinds(graph)
+    work, moves, step_s = [0.0] * len(kinds), [0.0] * len(kinds), 0.0
+    for node in sharded.nodes:
+        work[kinds[max(node.segment, 0)]] += node_cost(node, sharded.values, pricing).total_s
+    for leaf in graph.leaves:
+        local = sharded.leaf_by_name[leaf.name]
+        readers = {max(node.segment, 0) for node in graph.consumers[leaf.name]}
+        step_s += leaf_step_s(local, leaf, found.leaves[leaf.name], pricing)
+        if leaf.kind == "parameter" and len(readers) == 1:
+            moves[kinds[min(readers)]] += gathering_s(local.value, leaf, pricing)
+    assert any(a < b for a, b in zip(work, moves, strict=True)), "nothing is exposed"
+    return sum(map(max, work, moves)) + step_s
+
+
+@pytest.mark.parametrize("make", [mlp, gpt_tied, hf_llama])
+def test_what_moving_weights_exposes_under_zero_3_is_counted(make: Callable[..., object]) -> None:
+    mesh = Mesh(dp=2, tp=2)
+    graph = split_batch(cut_into_segments(graph_of(make)), mesh.dp, 1).graph
+    on = cluster(4, latency_s=1e-8, launch_s=1e-8, link_bytes_per_s=1e9)
+    pricing = Pricing(on, mesh, zero=3)
+    found = solve_letters(graph, pricing)
+    assert with_moves_s(graph, found, pricing) == pytest.approx(found.objective_s, rel=1e-4)
+    unaware = solve_letters(graph, replace(pricing, zero=1))
+    assert found.objective_s <= with_moves_s(graph, unaware, pricing) * (1 + 1e-4)
+    least_s, _ = LettersProgram(graph, pricing).relax(pricing)
+    assert 0 < least_s <= found.least_s * (1 + 1e-4)
 
 
 # --- known answers ----------------------------------------------------------------------------------------------------

@@ -212,10 +212,12 @@ def test_the_bound_of_a_configuration_holds_for_any_strategies(
                 Region(configuration.mesh.tp),
                 Region(configuration.mesh.tp, configuration.shape.mesh),
                 configuration.shape,
+                configuration.shape,
+                configuration,
                 configuration,
                 configuration,
             )
-            for sharpness, part in zip((0, 0, 0, 0, 1), parts, strict=True):
+            for sharpness, part in zip((0, 0, 0, 1, 0, 1, 2), parts, strict=True):
                 bound_s = bounds.of(part, sharpness)
                 assert bound_s <= least_s * (1 + 1e-9), (str(part), str(configuration), limit)
             compared += 1

@@ -33,8 +33,9 @@ import math
 from collections.abc import Sequence
 
 from planner.errors import BadInput
+from planner.ir.mesh import Mesh
 from planner.schedules import ZERO_BUBBLE
-from planner.solve.configuration import Evaluator
+from planner.solve.configuration import Evaluator, letters_mesh, letters_zero
 from planner.solve.space import Configuration, Part, Region, Shape, Space, schedules
 
 # Seconds of every segment for one micro-batch: forward, backward, and the part of backward for gradients of weights only.
@@ -85,15 +86,17 @@ class Bounds:
 
     def __init__(self, evaluator: Evaluator, space: Space) -> None:
         self.evaluator, self.space = evaluator, space
-        # Regions: (tp, 0, True, 1) -> times by dp. Shapes: (tp, 1, True, 1) -> by the micro-batches of all ranks of dp.
-        # Configurations: (tp, dp, ZeRO?, share of weights held) -> by micro-batches.
-        self.least_s: dict[tuple[int, int, bool, float], dict[int, float]] = {}
+        # Tp -> dp of regions -> seconds; tp -> micro-batches of all ranks of dp of shapes -> seconds; and of configurations,
+        # what their programs differ in -> micro-batches -> seconds.
+        self.of_regions: dict[int, dict[int, float]] = {}
+        self.of_shapes: dict[int, dict[int, float]] = {}
+        self.of_configurations: dict[tuple[Mesh, int, float], dict[int, float]] = {}
 
     def of(self, part: Part, sharpness: int = 0, enough_s: float = math.inf) -> float:
         """A lower bound of a part of the space. Raises BadInput where the batch cannot be cut so.
 
-        The first of a shape or configuration is from what is known; the second solves its program. Where a bound of
-        ``enough_s`` is at hand, no program is solved for a better one.
+        The first of a shape or configuration is from what is known; the second from its program, of a configuration relaxed;
+        the third from its letters. Where a bound of ``enough_s`` is at hand, no program is solved for a better one.
         """
         if isinstance(part, Region):
             return self._region_s(part, enough_s)
@@ -104,23 +107,23 @@ class Bounds:
             if not sharpness or bound_s >= enough_s:
                 return bound_s
             return self._shape_s(part, work, self._least_of_shape_s(part))
-        key = (mesh.tp, mesh.dp, part.zero > 0, self.evaluator.held_share(part))
-        solved = self.least_s.setdefault(key, {})
-        if sharpness and m not in solved:
-            solved[m] = self.evaluator.least_letters_s(part)
+        key = (letters_mesh(mesh), letters_zero(part.zero), self.evaluator.held_share(part))
+        solved = self.of_configurations.setdefault(key, {})
+        if sharpness > 1 or (sharpness and m not in solved):
+            solved[m] = self.evaluator.least_letters_s(part, sharpness > 1)
         known = max((least_s for fewer, least_s in solved.items() if m % fewer == 0), default=0.0)
         return self._configuration_s(part, max(known, self._known_of_shape_s(part.shape)))
 
     def _known_of_shape_s(self, shape: Shape) -> float:
         """Least seconds of all work of a step in all stages, from the programs solved so far."""
         dp, pieces = shape.mesh.dp, shape.mesh.dp * shape.micro_batches
-        solved = self.least_s.get((shape.mesh.tp, 1, True, 1.0), {})
+        solved = self.of_shapes.get(shape.mesh.tp, {})
         return max((least_s for fewer, least_s in solved.items() if pieces % fewer == 0), default=0.0) / dp
 
     def _least_of_shape_s(self, shape: Shape) -> float:
         """The same from its own program, one for all shapes with as many micro-batches in all ranks of dp together."""
         tp, pieces = shape.mesh.tp, shape.mesh.dp * shape.micro_batches
-        solved = self.least_s.setdefault((tp, 1, True, 1.0), {})
+        solved = self.of_shapes.setdefault(tp, {})
         if pieces not in solved and self.space.batch % pieces == 0:
             try:
                 solved[pieces] = self.evaluator.least_s(tp, 1, pieces)
@@ -140,7 +143,7 @@ class Bounds:
             return 0.0  # no shape is possible; each will say why
         if filled_s >= enough_s:
             return filled_s
-        solved = self.least_s.setdefault((region.tp, 0, True, 1.0), {})
+        solved = self.of_regions.setdefault(region.tp, {})
         known = max((least_s for dp, least_s in solved.items() if dp <= mesh.dp), default=0.0) * share
         if known < enough_s and mesh.dp not in solved:
             solved[mesh.dp] = self.evaluator.least_s(region.tp, 1, 1, mesh.dp)

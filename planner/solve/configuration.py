@@ -4,7 +4,7 @@
     build_plan        decisions -> Plan with its estimate
 
 The strategies of a configuration are those of least time for one micro-batch whose weights fit ('fast'), proven by the 0/1
-program; under ZeRO-3 also those of least time when moving the weights counts ('gathered'); and, for where memory is short,
+program; and, for where memory is short, under ZeRO-3 those of least time if nothing hid the moving of weights ('gathered'),
 those that hold half as much of the weights ('tight'), and those of least time when memory has a price ('lean').
 """
 
@@ -55,6 +55,16 @@ class Problem:
     precision: str
     memory_limit_bytes: int
     seed: int = 0
+
+
+def letters_mesh(mesh: Mesh) -> Mesh:
+    """A mesh on which letters cost the same: with neighbours on tp, the other axes don't matter (dp at its nearest)."""
+    return Mesh(dp=mesh.dp, tp=mesh.tp) if mesh.stride("tp") == 1 else mesh
+
+
+def letters_zero(zero: int) -> int:
+    """The ZeRO stages that differ to letters: none, weights whole but updated in shares, weights in shares."""
+    return zero if zero in (0, 3) else 1
 
 
 class Evaluator:
@@ -222,15 +232,22 @@ class Evaluator:
     def _pools(self, at: Configuration) -> tuple[Pool, ...]:
         return pools(at.schedule, at.mesh.pp, at.micro_batches, at.chunks, self.segments)
 
-    def least_letters_s(self, configuration: Configuration) -> float:
+    def least_letters_s(self, configuration: Configuration, exactly: bool) -> float:
         """Least seconds of all micro-batches in all stages together, under any letters whose weights fit; infinite where
-        none do."""
-        mesh = configuration.mesh
-        usual = replace(configuration, mesh=Mesh(mesh.pp, mesh.dp, mesh.tp))
+        none do. ``exactly``: from the letters themselves, else soon, and a little less, from the program relaxed."""
+        mesh, zero = letters_mesh(configuration.mesh), letters_zero(configuration.zero)
+        held = self.held_share(configuration)
+        key = (mesh, configuration.micro_batches, zero, FAST, held)
         try:
-            return self.letters(usual).least_s * configuration.micro_batches
+            if exactly or key in self._letters or mesh.tp == 1:
+                return self.letters(configuration).least_s * configuration.micro_batches
+            pricing = self.pricing(replace(configuration, mesh=mesh, zero=zero))
+            least_s, found = self._program(mesh, configuration.micro_batches, None).relax(pricing, held)
         except NoSolution:
             return math.inf
+        if found is not None:
+            self._letters[key] = found
+        return least_s * configuration.micro_batches
 
     def letters(self, configuration: Configuration, variant: str = FAST, keep: Keep | None = None) -> Letters:
         """Strategies on tp; ``keep`` restricts them under the name ``variant``.
@@ -247,7 +264,7 @@ class Evaluator:
         return self._solved_letters(configuration, variant, keep, held)
 
     def variants(self, configuration: Configuration) -> tuple[str, ...]:
-        """The strategies that are tried, the last two where memory is short."""
+        """The strategies that are tried, all but the first where memory is short."""
         if configuration.mesh.tp == 1:
             return (FAST,)
         return (FAST, *((GATHERED,) if configuration.zero == 3 else ()), TIGHT, LEAN)
@@ -257,10 +274,7 @@ class Evaluator:
         return self._solved_letters(configuration, LEAN, None, 1.0)
 
     def _solved_letters(self, configuration: Configuration, variant: str, keep: Keep | None, held: float) -> Letters:
-        mesh = configuration.mesh
-        if mesh.stride("tp") == 1:
-            mesh = Mesh(dp=mesh.dp, tp=mesh.tp)
-        zero = 3 if configuration.zero else 0  # what a weight costs once a step: a share, or all of it
+        mesh, zero = letters_mesh(configuration.mesh), letters_zero(configuration.zero)
         key = (mesh, configuration.micro_batches, zero, variant, held)
         if key in self._letters:
             return self._letters[key]
@@ -269,9 +283,8 @@ class Evaluator:
         else:
             price = self._lean_price_us(configuration) if variant == LEAN else 0.0
             pricing = self.pricing(replace(configuration, mesh=mesh, zero=zero))
-            found = self._program(mesh, configuration.micro_batches, keep).solve(
-                pricing, price, held, gathered=variant == GATHERED
-            )
+            program = self._program(mesh, configuration.micro_batches, keep)
+            found = program.solve(pricing, price, held, gathered=variant == GATHERED)
         self._letters[key] = found
         return found
 

@@ -57,7 +57,7 @@ def parameter_step_s(local: Value, leaf: Leaf, pair: Pair, pricing: Pricing) -> 
     total = optimizer_step_s(updated, pricing.optimizer, cluster.device) - cluster.device.kernel_launch_s
     if pair == REPLICATED and mesh.tp > 1:
         total += reduction_s(updated, mesh.tp, mesh.stride("tp"), cluster)
-    if mesh.dp > 1 and cluster.device.kind == "cpu":  # elsewhere backward hides it
+    if mesh.dp > 1 and pricing.zero < 3 and cluster.device.kind == "cpu":  # elsewhere backward hides it
         total += reduction_s(size, mesh.dp, mesh.stride("dp"), cluster)
     return max(total, 0.0)
 

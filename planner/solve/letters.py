@@ -8,6 +8,8 @@
                      q[c,f,t] <= e[v,f,t]                               a conversion is paid once for all its consumers
 
     hold             sum_v,f bytes[v,f] x[v,f] <= share of all weights       where they would not fit otherwise
+    exposed          E_k >= moves_k - work_k                        under ZeRO-3, of equal segments k: what of moving the weights
+                     over dp is not hidden behind operators and conversions (E_k is added to the cost)
 
 X[v,f] is the sum of x over the producer's strategies whose result has pair f; X[c,t] likewise over the consumer's operands.
 Only x is integer: with these flows the relaxation has been integral on every transformer tried.
@@ -26,19 +28,21 @@ from dataclasses import dataclass, replace
 from planner.costing import Pricing, conversion_cost
 from planner.ir.graph import Graph, Leaf, Node, Value
 from planner.ir.layout import REPLICATED, WHOLE, Pair
-from planner.segments import node_classes
+from planner.segments import node_classes, segment_kinds
 from planner.shard import SHARED, is_shared
 from planner.sharding_rules import Strategy, rule_of, strategies
 from planner.sharding_rules.cuts import find_cuts
 from planner.solve.letter_prices import MICROSECONDS_PER_S, gathering_s, operator_price, parameter_step_s, reduction_s
-from planner.solve.linear_program import LinearProgram
+from planner.solve.linear_program import LinearProgram, Solution
 
 # One byte held weighs as much as this many microseconds: only enough to decide between equal times.
 TIE_US_PER_BYTE = 1e-12
 # A trained weight is held with its gradient and two moments.
 STATES_A_WEIGHT = 4
-# How near the optimum a program whose weights are limited is solved.
-HELD_GAP = 1e-5
+# How near the optimum a program is solved whose relaxation is seldom integral: weights limited, or moved under ZeRO-3.
+HARD_GAP = 1e-5
+# A variable of a relaxed program so near 0 or 1 is.
+WHOLE_TO = 1e-6
 
 Keep = Callable[[Node, Strategy], bool]
 
@@ -108,8 +112,12 @@ class LettersProgram:
         self.parameters: list[tuple[list[int], Leaf, list[Pair], int]] = []
         self.k = pricing.mesh.degree("tp")
         self.program = LinearProgram()
+        self.work: dict[
+            Hashable, dict[int, float]
+        ] = {}  # kind of segment -> what its variables cost, for one micro-batch
         self.conversions_us: dict[tuple[int, Pair, Pair], float] = {}
         self.classes: dict[str, Hashable] = dict(node_classes(graph))
+        self.kinds = segment_kinds(graph)
         self.representative: dict[Hashable, Node] = {}
         self.count: dict[Hashable, int] = {}
         for node in graph.nodes:
@@ -123,9 +131,13 @@ class LettersProgram:
         self._conversions()
         self._loss()
         self.hold = self._hold()
+        self.exposed = self._exposed()
 
-    def _pay(self, x: int, cost_us: float) -> None:
+    def _pay(self, x: int, cost_us: float, segment: int) -> None:
+        """``segment``: one of those it is done in."""
         self.program.price[x] += cost_us
+        work = self.work.setdefault(self.kinds[max(segment, 0)], {})
+        work[x] = work.get(x, 0.0) + cost_us
 
     def _weight(self, segment: int) -> int:
         return 1 if self.weights is None or segment < 0 else self.weights[segment]
@@ -145,7 +157,7 @@ class LettersProgram:
                 found = tuple(s for s in found if keep(node, s)) or found
             prices = [operator_price(node, s, self.graph, self.pricing) for s in found]
             for x, (cost_us, held) in zip(self._one_strategy(key, found), prices, strict=True):
-                self._pay(x, self.count[key] * cost_us)
+                self._pay(x, self.count[key] * cost_us, node.segment)
                 self.bytes[x] = self.count[key] * held
 
     def _one_strategy(self, key: Hashable, found: tuple[Strategy, ...]) -> list[int]:
@@ -193,6 +205,28 @@ class LettersProgram:
             for x, pair in zip(variables, pairs, strict=True)
         ]
         return self.program.row(shares)
+
+    def _exposed(self) -> list[tuple[int, int]]:
+        """Of each kind of segments the row of what ZeRO-3 exposes, which holds from when ``solve`` says so, and its variable.
+
+        Forward and backward together expose no less than what moves in both beyond the work of both.
+        """
+        overlaps = self.pricing.cluster.device.kind != "cpu"
+        moves: dict[Hashable, dict[int, float]] = {}
+        for variables, leaf, pairs, count in self.parameters:
+            segments = {max(node.segment, 0) for node in self.graph.consumers[leaf.name]}
+            if len(segments) == 1:  # one that several use stays whole on dp
+                terms = moves.setdefault(self.kinds[min(segments)], {})
+                for x, pair in zip(variables, pairs, strict=True):
+                    moved_s = gathering_s(self._local(leaf, pair), leaf, self.pricing)
+                    terms[x] = terms.get(x, 0.0) + count * moved_s * MICROSECONDS_PER_S
+        rows = []
+        for kind, terms in moves.items():
+            exposed = self.program.variable(math.inf)
+            for x, work_us in self.work.get(kind, {}).items() if overlaps else ():
+                terms[x] = terms.get(x, 0.0) - work_us
+            rows.append((self.program.row([*terms.items(), (exposed, -1.0)]), exposed))
+        return rows
 
     def _leaf_weight(self, leaf: Leaf) -> int:
         """How many equal leaves it stands for: as many as the first segment that reads it."""
@@ -244,6 +278,7 @@ class LettersProgram:
     ) -> None:
         sources = _by_pair(self.x[producer], [s.outputs[index] for s in self.options[producer]])
         whole = value.size_bytes
+        segment = self._segment_of(consumers[0][0]) if consumers else 0
         paid: dict[tuple[Pair, Pair], int] = {}
         for consumer, operand in consumers:
             targets = _by_pair(
@@ -255,7 +290,7 @@ class LettersProgram:
                 cost = self._conversion_us(whole, source, target)
                 if cost and (source, target) not in paid:
                     paid[source, target] = self.program.variable()
-                    self._pay(paid[source, target], count * cost)
+                    self._pay(paid[source, target], count * cost, segment)
                 if cost:
                     self.program.lower[paid[source, target]] = 1.0
                 continue
@@ -268,16 +303,19 @@ class LettersProgram:
                     if not cost:
                         continue
                     if len(consumers) == 1:
-                        self._pay(flow, count * cost)
+                        self._pay(flow, count * cost, segment)
                         continue
                     if (source, target) not in paid:
                         paid[source, target] = self.program.variable()
-                        self._pay(paid[source, target], count * cost)
+                        self._pay(paid[source, target], count * cost, segment)
                     self.program.row([(flow, 1.0), (paid[source, target], -1.0)], upper=0.0)
             for source, variables in sources.items():
                 self._equal([flows[source, target] for target in targets], variables)
             for target, variables in targets.items():
                 self._equal([flows[source, target] for source in sources], variables)
+
+    def _segment_of(self, key: Hashable) -> int:
+        return self.representative[key].segment
 
     def _equal(self, left: Sequence[int], right: Sequence[int]) -> None:
         """sum left = sum right."""
@@ -304,8 +342,28 @@ class LettersProgram:
 
         ``gathered``: count all that ZeRO-3 moves, as if nothing of it were hidden; the bounds then are none of the time.
         """
+        price, extra_us = self._prices(pricing, us_per_byte, held)
+        if gathered:
+            for row, exposed in self.exposed:
+                self.program.limit(row, math.inf)
+                price[exposed] = 0.0
+            for variables, leaf, pairs, count in self.parameters:
+                for x, pair in zip(variables, pairs, strict=True):
+                    price[x] += count * gathering_s(self._local(leaf, pair), leaf, pricing) * MICROSECONDS_PER_S
+        is_hard = held < 1 or any(price[exposed] for _, exposed in self.exposed)
+        return self._letters(self.program.solve(time_limit_s, HARD_GAP if is_hard else 1e-9, price), extra_us)
+
+    def relax(self, pricing: Pricing, held: float = 1.0, time_limit_s: float = 60.0) -> tuple[float, Letters | None]:
+        """A bound as ``Letters.least_s``, soon found: parts of strategies are allowed. And the letters where it has none."""
+        price, extra_us = self._prices(pricing, 0.0, held)
+        solution = self.program.solve(time_limit_s, price=price, relaxed=True)
+        found = self._letters(solution, extra_us)
+        chosen = (solution.values[x] for variables in self.x.values() for x in variables)
+        return found.least_s, found if all(min(x, 1 - x) < WHOLE_TO for x in chosen) else None
+
+    def _prices(self, pricing: Pricing, us_per_byte: float, held: float) -> tuple[list[float], float]:
+        """The price of every variable, and the most that ties, and starting the reductions of each weight apart, add."""
         price = list(self.program.price)
-        # The most that ties, and starting the reductions of each weight apart, add to the objective.
         extra_us = 0.0
         for x, size in self.bytes.items():
             price[x] += (us_per_byte + TIE_US_PER_BYTE) * size
@@ -317,10 +375,14 @@ class LettersProgram:
             for x, pair in zip(variables, pairs, strict=True):
                 step_s = parameter_step_s(self._local(leaf, pair), leaf, pair, pricing)
                 price[x] += count * step_s / float(pricing.micro_batches) * MICROSECONDS_PER_S
-                if gathered:
-                    price[x] += count * gathering_s(self._local(leaf, pair), leaf, pricing) * MICROSECONDS_PER_S
         self.program.limit(self.hold, held if held < 1 else math.inf)
-        solution = self.program.solve(time_limit_s, HELD_GAP if held < 1 else 1e-9, price)
+        moves = pricing.zero == 3 and pricing.mesh.dp > 1
+        for row, exposed in self.exposed:
+            self.program.limit(row, 0.0 if moves else math.inf)
+            price[exposed] = 1.0 if moves else 0.0
+        return price, extra_us
+
+    def _letters(self, solution: Solution, extra_us: float) -> Letters:
         picked: dict[Hashable, Strategy] = {}
         for key, variables in self.x.items():
             taken = [solution.values[x] for x in variables]
@@ -342,7 +404,7 @@ class LettersProgram:
             pair = strategy.outputs[[v.name for v in producer.outputs].index(self.graph.loss)]
             if pair.value.kind != "P" and pair != WHOLE:
                 cost = self._conversion_us(value.size_bytes, pair, WHOLE)
-                self._pay(x, cost)
+                self._pay(x, cost, producer.segment)
         for buffer, name in self.graph.writes:
             self._written(buffer, name)
 

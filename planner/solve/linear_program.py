@@ -60,8 +60,14 @@ class LinearProgram:
         """Give a row another upper limit."""
         self._row_upper[row] = upper
 
-    def solve(self, time_limit_s: float, relative_gap: float = 1e-9, price: Sequence[float] | None = None) -> Solution:
-        """``price``: instead of the variables' own.
+    def solve(
+        self,
+        time_limit_s: float,
+        relative_gap: float = 1e-9,
+        price: Sequence[float] | None = None,
+        relaxed: bool = False,
+    ) -> Solution:
+        """``price``: instead of the variables' own. ``relaxed``: no variable need be whole.
 
         Raises NoSolution when there is none, RuntimeError when none was found in time.
         """
@@ -70,7 +76,7 @@ class LinearProgram:
         parameters = mathopt.SolveParameters(
             time_limit=datetime.timedelta(seconds=time_limit_s), relative_gap_tolerance=relative_gap, random_seed=0
         )
-        model = mathopt.Model.from_model_proto(self._proto(self.price if price is None else price))
+        model = mathopt.Model.from_model_proto(self._proto(self.price if price is None else price, relaxed))
         result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
         if result.termination.reason == mathopt.TerminationReason.INFEASIBLE:
             raise NoSolution(f"the program has no solution: {result.termination.detail}")
@@ -79,7 +85,7 @@ class LinearProgram:
         values = result.variable_values(list(model.variables()))
         return Solution(tuple(values), result.objective_value(), result.best_objective_bound())
 
-    def _proto(self, prices: Sequence[float]) -> model_pb2.ModelProto:
+    def _proto(self, prices: Sequence[float], relaxed: bool) -> model_pb2.ModelProto:
         from ortools.math_opt import model_pb2
 
         proto = model_pb2.ModelProto()
@@ -87,7 +93,7 @@ class LinearProgram:
         variables.ids.extend(range(len(self.price)))
         variables.lower_bounds.extend(self.lower)
         variables.upper_bounds.extend(self.upper)
-        variables.integers.extend(self.whole)
+        variables.integers.extend([False] * len(self.whole) if relaxed else self.whole)
         priced = [(x, price) for x, price in enumerate(prices) if price]
         proto.objective.linear_coefficients.ids.extend(x for x, _ in priced)
         proto.objective.linear_coefficients.values.extend(price for _, price in priced)

@@ -25,7 +25,7 @@ from planner.ir.mesh import Mesh
 from planner.ir.plan import Plan, Searched
 from planner.segment_cost import SegmentCost
 from planner.solve.bounds import Bounds
-from planner.solve.configuration import LEAN, TIGHT, Evaluator, Problem
+from planner.solve.configuration import FAST, Evaluator, Problem
 from planner.solve.linear_program import NoSolution
 from planner.solve.shortage import infeasible
 from planner.solve.space import Configuration, Part, Region, Shape, Space
@@ -63,7 +63,10 @@ class _Entry:
 
 
 def _sharpest(part: Part) -> int:
-    return 2 if not isinstance(part, Region) and part.mesh.tp > 1 else 1
+    """How many bounds there are of a part, each sharper than the one before (Bounds.of)."""
+    if isinstance(part, Region) or part.mesh.tp == 1:
+        return 1
+    return 3 if isinstance(part, Configuration) else 2
 
 
 def _depth(part: Part) -> int:
@@ -163,7 +166,8 @@ class _Search:
             if self.cannot_win(bound_s) or self._must_stop(self.usual_work):
                 continue
             try:
-                self._outcome(configuration)
+                if not self.cannot_win(self.bounds.of(configuration, 1)):
+                    self._outcome(configuration)
             except BadInput:
                 continue
 
@@ -265,7 +269,7 @@ class _Search:
         tried: list[tuple[SegmentCost, ...]] = []
         proven = math.inf
         for variant in self.evaluator.variants(configuration):
-            if variant in (TIGHT, LEAN) and any(not f.choice.memory_binds for f in found):
+            if variant != FAST and any(not f.choice.memory_binds for f in found):
                 break
             costs = self.evaluator.costs(configuration, self.evaluator.letters(configuration, variant))
             if costs in tried:
