@@ -4,8 +4,10 @@
                        or the least of its shapes
     shape              T >= schedule_bound_s, the least of all schedules, with  D >= min (M W(rows) + S) / dp,  M = dp m,
                        rows = batch / M: no ZeRO stage leaves a rank less than a dp-th of S
-    configuration      the same, with the forward passes that must be run again because not even an ideal sharding of the
-                       activations fits (Evaluator.forced_recomputation_s), and what travels between stages
+    configuration      the same, with  D >= min (m (W + E) + S) + A + U,  and what travels between stages: S and E, what
+                       ZeRO-3 exposes, on its own mesh, for letters whose weights fit; A, the forward passes run again because
+                       not even an ideal sharding of the activations fits (Evaluator.forced_recomputation_s); U, what dp does
+                       once a step with nothing to hide behind
 
 W is the time of the operators and conversions of so many rows on the devices of a tp group, all stages together, S what their
 parameters cost once a step; the minimum is over all letters (letters.py), with tp on the best links and nothing that travels
