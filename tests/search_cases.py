@@ -13,10 +13,12 @@ import torch
 
 from costmodels.hardware import Cluster, Device, Link
 from planner.ir.graph import Graph
-from planner.schedules import in_flight
-from planner.segment_cost import SegmentCost, stage_estimate
+from planner.ir.plan import Estimate
+from planner.schedules import ZERO_BUBBLE, held, in_flight
+from planner.segment_cost import SegmentCost, stage_estimate, stage_estimates
 from planner.simulate import estimate_step
 from planner.solve.configuration import Problem
+from planner.solve.space import Configuration, Space
 from planner.trace import Batch, trace
 
 MB = 10**6
@@ -101,3 +103,25 @@ def best_step_s(segments: Sequence[SegmentCost], pp: int, micro_batches: int, sc
     """The least step time of all choices that fit; infinite when none does."""
     tried = every_choice(segments, pp, micro_batches, schedule)
     return min((x.step_time_s for x in tried if max(x.memory_bytes) <= limit_bytes), default=math.inf)
+
+
+def every_estimate(costs: Sequence[SegmentCost], configuration: Configuration, limit_bytes: int) -> Iterator[Estimate]:
+    """Every split and every choice of recomputation; with several stages a rank, evenly filled and recomputed in one way."""
+    pp, m = configuration.mesh.pp, configuration.micro_batches
+    schedule, chunks = configuration.schedule, configuration.chunks
+    most = held(schedule, pp, m, chunks)
+    words = ("none",) if schedule == ZERO_BUBBLE else ("none", "selective", "full")
+    for stages in splits(len(costs), pp * chunks):
+        sizes = [end - first for first, end in stages]
+        if chunks > 1 and max(sizes) - min(sizes) > 1:
+            continue
+        for recompute in itertools.product(words, repeat=len(costs)):
+            if chunks > 1 and any(len(set(recompute[first:end])) > 1 for first, end in stages):
+                continue
+            if all(word in cost.recomputations for word, cost in zip(recompute, costs, strict=True)):
+                parts = stage_estimates(costs, stages, recompute, most)
+                yield estimate_step(parts, schedule, m, limit_bytes, chunks)
+
+
+def every_configuration(problem: Problem, segments: int) -> list[Configuration]:
+    return list(Space(problem.cluster, problem.graph.batch_size, segments))

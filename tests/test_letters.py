@@ -24,8 +24,9 @@ from planner.segments import cut_into_segments, node_classes, segment_kinds
 from planner.shard import shard
 from planner.sharding_rules import Strategy, rule_of, strategies
 from planner.sharding_rules.cuts import find_cuts
-from planner.solve.letter_prices import gathering_s
-from planner.solve.letters import Letters, LettersProgram, parameter_step_s, solve_letters, whole_letters
+from planner.solve.letter_prices import gathering_s, parameter_step_s
+from planner.solve.letters import Letters, whole_letters
+from planner.solve.letters_program import LettersProgram, solve_letters
 from tests.models import gpt_tied, hf_llama, mlp
 from tests.search_cases import cluster, graph_of, traced
 

@@ -4,48 +4,36 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from costmodels.hardware import Cluster, Device, Link
 from examples import gpt
 from planner.errors import Infeasible, OutOfTime
 from planner.ir.graph import Graph
-from planner.ir.layout import REPLICATED, WHOLE
 from planner.ir.mesh import Mesh
 from planner.ir.plan import Estimate, Plan, Searched
 from planner.ir.verify import verify_plan
-from planner.schedules import IN_ROUNDS, ZERO_BUBBLE, held
-from planner.segment_cost import SegmentCost, stage_estimates
-from planner.segments import node_classes
-from planner.shard import SHARED
-from planner.sharding_rules import Strategy, rule_of, strategies
-from planner.sharding_rules.cuts import find_cuts
-from planner.simulate import StageTimes, estimate_step, lower_bound_s
 from planner.sizes import format_bytes
 from planner.solve import search as search_module
-from planner.solve.bounds import Bounds, pipeline_bound_s
-from planner.solve.configuration import FAST, LEAN, Evaluator, Problem
-from planner.solve.letters import Letters, whole_letters
+from planner.solve.configuration import Evaluator, Problem
+from planner.solve.letters import whole_letters
 from planner.solve.linear_program import NoSolution
 from planner.solve.search import search
 from planner.solve.space import Configuration, Region, Space
 from planner.strategies import plan_by_hand
 from planner.trace import Batch, trace
-from tests.models import gpt_tied, mlp
-from tests.search_cases import AMPLE, graph_of, traced
+from tests.models import gpt_tied
 from tests.search_cases import cluster as made_up
+from tests.search_cases import every_configuration, every_estimate, graph_of, traced
 from tests.search_cases import problem as made_problem
 
 GPUS, ROWS, WIDTH = 4, 8, 256
@@ -63,12 +51,6 @@ def cluster(bandwidth: float) -> Cluster:
     return Cluster("small", device, GPUS, GPUS, link, link)
 
 
-def splits(segments: int, pp: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    for inner in itertools.combinations(range(1, segments), pp - 1):
-        edges = (0, *inner, segments)
-        yield tuple(itertools.pairwise(edges))
-
-
 def every_plan(evaluator: Evaluator, configuration: Configuration) -> Iterator[Estimate]:
     """Every split and every choice of recomputation, under all variants of the strategies."""
     for variant in evaluator.variants(configuration):
@@ -77,28 +59,6 @@ def every_plan(evaluator: Evaluator, configuration: Configuration) -> Iterator[E
         except NoSolution:
             continue
         yield from every_estimate(costs, configuration, evaluator.problem.memory_limit_bytes)
-
-
-def every_estimate(costs: Sequence[SegmentCost], configuration: Configuration, limit_bytes: int) -> Iterator[Estimate]:
-    """Every split and every choice of recomputation; with several stages a rank, evenly filled and recomputed in one way."""
-    pp, m = configuration.mesh.pp, configuration.micro_batches
-    schedule, chunks = configuration.schedule, configuration.chunks
-    most = held(schedule, pp, m, chunks)
-    words = ("none",) if schedule == ZERO_BUBBLE else ("none", "selective", "full")
-    for stages in splits(len(costs), pp * chunks):
-        sizes = [end - first for first, end in stages]
-        if chunks > 1 and max(sizes) - min(sizes) > 1:
-            continue
-        for recompute in itertools.product(words, repeat=len(costs)):
-            if chunks > 1 and any(len(set(recompute[first:end])) > 1 for first, end in stages):
-                continue
-            if all(word in cost.recomputations for word, cost in zip(recompute, costs, strict=True)):
-                parts = stage_estimates(costs, stages, recompute, most)
-                yield estimate_step(parts, schedule, m, limit_bytes, chunks)
-
-
-def space(problem: Problem, segments: int) -> list[Configuration]:
-    return list(Space(problem.cluster, problem.graph.batch_size, segments))
 
 
 def entry_of(plan: Plan, configuration: Configuration) -> Searched:
@@ -118,7 +78,7 @@ def test_nothing_in_the_space_is_better(limit_bytes: int, bandwidth: float) -> N
     problem = Problem("mlp", small_graph(), cluster(bandwidth), "adamw", "float32", limit_bytes)
     evaluator = Evaluator(problem)
     best: dict[str, float] = {}
-    configurations = space(problem, evaluator.segments)
+    configurations = every_configuration(problem, evaluator.segments)
     for configuration in configurations:
         fitting = [e.step_time_s for e in every_plan(evaluator, configuration) if e.fits]
         if fitting:
@@ -158,119 +118,6 @@ def test_ample_memory_and_a_large_batch_want_data_parallelism() -> None:
     assert plan.mesh.dp == GPUS or all(row.tp.startswith(("d", "b", "R")) for row in plan.layouts)
 
 
-# --- bounds -----------------------------------------------------------------------------------------------------------
-
-
-def any_letters(evaluator: Evaluator, configuration: Configuration, draw: random.Random) -> Letters:
-    """Random strategies on tp, equal for operators of one class, and leaves stored as a reader may ask."""
-    graph = evaluator.split(configuration.mesh.dp, configuration.micro_batches).graph
-    k, cuts, classes = configuration.mesh.tp, find_cuts(graph), node_classes(graph)
-    chosen: dict[object, Strategy] = {}
-    for node in graph.nodes:
-        found = strategies(rule_of(node, graph.values), node, graph.values, k, cuts[node.name])
-        if node.segment == SHARED:
-            found = tuple(s for s in found if s.name == "R")
-        chosen.setdefault(classes[node.name], draw.choice(found))
-    by_name = {node.name: chosen[classes[node.name]] for node in graph.nodes}
-    leaves = {}
-    for leaf in graph.leaves:
-        pairs = [WHOLE] if leaf.value.differentiable else [WHOLE.without_gradient()]
-        if leaf.kind == "parameter":
-            asked = (
-                pair
-                for node in graph.consumers[leaf.name]
-                for name, pair in zip(node.operands, by_name[node.name].operands, strict=True)
-                if name == leaf.name and (pair.is_shard or pair == REPLICATED)
-            )
-            pairs += sorted(set(asked), key=str)
-        leaves[leaf.name] = draw.choice(pairs)
-    return Letters(by_name, leaves, 0.0, 0.0)
-
-
-@pytest.mark.parametrize(("make", "configurations"), [(mlp, 20), (gpt_tied, 2)])
-@pytest.mark.parametrize("kind", ["gpu", "cpu"])
-def test_the_bound_of_a_configuration_holds_for_any_strategies(
-    make: Callable[..., object], configurations: int, kind: str
-) -> None:
-    """Not only for those the search looks at: random strategies, every split and recomputation, several limits."""
-    graph, draw = graph_of(make), random.Random(0)
-    on = made_up(4, kind=kind, gpus_per_node=2, launch_s=1e-8, latency_s=1e-7, flops_per_s=1e11)
-    ample = Evaluator(made_problem(graph, on))
-    compared = 0
-    everything = space(ample.problem, ample.segments)
-    in_rounds = [c for c in everything if c.schedule in IN_ROUNDS]
-    of_one_stage = [c for c in everything if c.schedule not in IN_ROUNDS]
-    for configuration in draw.sample(of_one_stage, configurations) + draw.sample(in_rounds, configurations):
-        costs = ample.costs(configuration, any_letters(ample, configuration, draw))
-        every = list(every_estimate(costs, configuration, AMPLE))
-        sizes = sorted(x.peak_memory_bytes for x in every)
-        for limit in (AMPLE, sizes[len(sizes) // 2], sizes[len(sizes) // 8], sizes[0]):
-            evaluator = Evaluator(made_problem(graph, on, limit))
-            bounds = Bounds(evaluator, Space(on, graph.batch_size, evaluator.segments))
-            least_s = min(x.step_time_s for x in every if x.peak_memory_bytes <= limit)
-            parts = (
-                Region(configuration.mesh.tp),
-                Region(configuration.mesh.tp, configuration.shape.mesh),
-                configuration.shape,
-                configuration.shape,
-                configuration,
-                configuration,
-                configuration,
-            )
-            for sharpness, part in zip((0, 0, 0, 1, 0, 1, 2), parts, strict=True):
-                bound_s = bounds.of(part, sharpness)
-                assert bound_s <= least_s * (1 + 1e-9), (str(part), str(configuration), limit)
-            compared += 1
-    assert compared == 8 * configurations
-
-
-@pytest.mark.parametrize("make", [mlp, gpt_tied])
-def test_no_strategies_take_less_than_the_bound_of_the_fast_ones(make: Callable[..., object]) -> None:
-    """Neither the lean ones nor random ones: work of all micro-batches, and what is paid once a step."""
-    graph, draw = graph_of(make), random.Random(1)
-    evaluator = Evaluator(made_problem(graph, made_up(4, kind="gpu", launch_s=1e-8, latency_s=1e-7, flops_per_s=1e11)))
-    compared = 0
-    for mesh in (Mesh(tp=4), Mesh(dp=2, tp=2), Mesh(pp=2, tp=2)):
-        configuration = Configuration(mesh, 2, 0, "1f1b")
-        fast, lean = (evaluator.letters(configuration, variant) for variant in (FAST, LEAN))
-        times = [
-            sum(
-                2 * (c.forward_s + c.backward_s) + c.gradient_sync_per_step_s + c.optimizer_per_step_s
-                for c in evaluator.costs(configuration, letters)
-            )
-            for letters in (fast, lean, *(any_letters(evaluator, configuration, draw) for _ in range(10)))
-        ]
-        assert 0 < evaluator.least_s(mesh.tp, mesh.dp, 2) <= min(times) * (1 + 1e-9)
-        compared += len(times)
-    assert compared == 36
-
-
-@pytest.mark.parametrize("make", [mlp, gpt_tied])
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_many_small_runs_cost_no_less_than_one(make: Callable[..., object], tp: int) -> None:
-    """What makes the bound of a region one: prices are subadditive in the rows."""
-    graph = graph_of(make)
-    evaluator = Evaluator(made_problem(graph, made_up(8, gpus_per_node=4)))
-    for dp, m in ((1, 2), (1, 4), (2, 1), (2, 2)):
-        steps = dp
-        whole_s = evaluator.least_s(tp, 1, 1, steps)
-        assert whole_s <= dp * evaluator.least_s(tp, dp, m) * (1 + 1e-9), (dp, m)
-
-
-@given(st.lists(st.floats(0.01, 10), min_size=1, max_size=6), st.integers(1, 12))
-def test_the_pipeline_bound_is_below_the_bound_of_any_split(times: list[float], micro_batches: int) -> None:
-    least_s = pipeline_bound_s(sum(times), len(times), micro_batches)
-    assert least_s <= lower_bound_s([StageTimes(t, 0.0) for t in times], micro_batches) * (1 + 1e-9)
-
-
-def test_the_pipeline_bound_is_reached() -> None:
-    """By stages that get shorter by 1 - 1/m each."""
-    times = [StageTimes(0.75**i, 0.0) for i in range(3)]
-    assert lower_bound_s(times, 4) == pytest.approx(pipeline_bound_s(1 + 0.75 + 0.75**2, 3, 4))
-    assert pipeline_bound_s(6.0, 1, 5) == 30.0
-    assert pipeline_bound_s(6.0, 3, 1) == 6.0
-
-
 # --- the record -------------------------------------------------------------------------------------------------------
 
 
@@ -278,7 +125,7 @@ def test_the_pipeline_bound_is_reached() -> None:
 def test_every_configuration_is_in_the_record_once(limit_bytes: int) -> None:
     problem = Problem("mlp", small_graph(), cluster(1e10), "adamw", "float32", limit_bytes)
     plan = search(problem)
-    for configuration in space(problem, len(plan.segments)):
+    for configuration in every_configuration(problem, len(plan.segments)):
         entry_of(plan, configuration)
     names = [item.configuration for item in plan.searched]
     assert len(set(names)) == len(names)
@@ -322,7 +169,9 @@ def test_on_one_stage_more_micro_batches_need_less_memory() -> None:
     """They run one after the other, forward and backward, as the runtime does."""
     evaluator = Evaluator(Problem("mlp", small_graph(), cluster(1e10), "adamw", "float32", 10**9))
     peaks = []
-    for configuration in (c for c in space(evaluator.problem, evaluator.segments) if str(c.mesh) == "tp4"):
+    for configuration in (
+        c for c in every_configuration(evaluator.problem, evaluator.segments) if str(c.mesh) == "tp4"
+    ):
         letters = whole_letters(evaluator.split(1, configuration.micro_batches).graph)
         plan = evaluator.build_plan(configuration, letters, ((0, 4),), ("none",) * 4, "x")
         peaks.append(plan.estimate.stages[0].memory.activations_bytes)
@@ -401,7 +250,7 @@ def test_the_missing_bytes_are_those_of_the_plan_that_comes_nearest() -> None:
     evaluator = Evaluator(problem)
     peaks = [
         estimate.peak_memory_bytes
-        for configuration in space(problem, evaluator.segments)
+        for configuration in every_configuration(problem, evaluator.segments)
         for estimate in every_plan(evaluator, configuration)
     ]
     with pytest.raises(Infeasible) as refused:

@@ -10,8 +10,8 @@
                        once a step with nothing to hide behind
 
 W is the time of the operators and conversions of so many rows on the devices of a tp group, all stages together, S what their
-parameters cost once a step; the minimum is over all letters (letters.py), with tp on the best links and nothing that travels
-on dp or between stages. A step takes as long as its slowest stage, so no less than the mean. W is subadditive, as the price of
+parameters cost once a step; the minimum is over all letters, with tp on the best links and nothing that travels on dp or
+between stages. A step takes as long as its slowest stage, so no less than the mean. W is subadditive, as the price of
 every operator and collective is: n runs of rows/n cost no less than one run of them all, so the bound of a region is one. It
 grows with dp, in the minimum as S weighs more.
 
@@ -39,9 +39,9 @@ from planner.ir.mesh import Mesh
 from planner.schedules import ZERO_BUBBLE
 from planner.solve.configuration import Evaluator, letters_mesh, letters_zero
 from planner.solve.space import Configuration, Part, Region, Shape, Space, schedules
+from planner.solve.work import SegmentWork
 
-# Seconds of every segment for one micro-batch: forward, backward, and the part of backward for gradients of weights only.
-Work = Sequence[tuple[float, float, float]]
+Work = Sequence[SegmentWork]  # of every segment, for one micro-batch
 
 
 def pipeline_bound_s(micro_batch_s: float, pp: int, micro_batches: int, share: float = 1.0) -> float:
@@ -162,7 +162,7 @@ class Bounds:
     def _shape_s(self, shape: Shape, work: Work, least_s: float) -> float:
         """The least bound of any schedule."""
         mesh, m = shape.mesh, shape.micro_batches
-        own = tuple((f / mesh.tp, b / mesh.tp, w / mesh.tp) for f, b, w in work)
+        own = tuple(segment.over(mesh.tp) for segment in work)
         kinds = schedules(mesh.pp, m, self.evaluator.segments)
         return min((schedule_bound_s(own, least_s, mesh.pp, m, *kind) for kind in kinds), default=math.inf)
 
@@ -173,9 +173,10 @@ class Bounds:
         if math.isinf(again_s) or (again_s and part.schedule == ZERO_BUBBLE):
             return math.inf
         ideal = self.evaluator.ideal_costs(part)
-        weights_s = (w for *_, w in self.evaluator.work(mesh.dp, m))
+        alone = self.evaluator.work(mesh.dp, m)
         own = tuple(
-            (c.forward_s / mesh.tp, c.backward_s / mesh.tp, w / mesh.tp) for c, w in zip(ideal, weights_s, strict=True)
+            SegmentWork(c.forward_s, c.backward_s, segment.weight_backward_s).over(mesh.tp)
+            for c, segment in zip(ideal, alone, strict=True)
         )
         once_s = sum(c.gradient_sync_per_step_s + c.optimizer_per_step_s for c in ideal) / mesh.tp
         work_s = sum(f + b for f, b, _ in own)

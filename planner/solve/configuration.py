@@ -20,7 +20,7 @@ from costmodels.collectives import collective_time_s
 from costmodels.hardware import Cluster
 from costmodels.memory import state_bytes
 from planner.batch import BatchSplit, split_batch
-from planner.costing import Pricing, crossing, made_of_weights, node_cost, segment_costs, weight_backward_s
+from planner.costing import Pricing, segment_costs
 from planner.errors import BadInput
 from planner.fold import Folded, fold
 from planner.ir.graph import Graph, Node
@@ -33,11 +33,12 @@ from planner.segments import cut_into_segments, segment_count, segment_kinds, se
 from planner.shard import Sharded, shard
 from planner.sharding_rules import Strategy
 from planner.simulate import estimate_step
-from planner.solve.frontier import least_recomputation_s
-from planner.solve.letters import Keep, Letters, LettersProgram, whole_letters
+from planner.solve.letters import Letters, whole_letters
+from planner.solve.letters_program import Keep, LettersProgram
 from planner.solve.linear_program import NoSolution
-from planner.solve.pools import Pool, pools
+from planner.solve.pools import Pool, forced_recomputation_s, least_bytes, most_states_bytes, pools
 from planner.solve.space import Configuration
+from planner.solve.work import SegmentWork, least_crossing_bytes, work_of_segments
 
 FAST, GATHERED, TIGHT, LEAN = "fast", "gathered", "tight", "lean"
 # Lean strategies pay for memory as if filling a device took this many times the work of a micro-batch.
@@ -58,8 +59,9 @@ class Problem:
 
 
 def letters_mesh(mesh: Mesh) -> Mesh:
-    """A mesh on which letters cost the same: with neighbours on tp, the other axes don't matter (dp at its nearest)."""
-    return Mesh(dp=mesh.dp, tp=mesh.tp) if mesh.stride("tp") == 1 else mesh
+    """A mesh on which letters cost the same: with neighbours on tp, and dp next, the pipeline does not matter."""
+    is_usual = mesh.stride("tp") == 1 and (mesh.dp == 1 or mesh.stride("dp") == mesh.tp)
+    return Mesh(dp=mesh.dp, tp=mesh.tp) if is_usual else mesh
 
 
 def letters_zero(zero: int) -> int:
@@ -78,7 +80,7 @@ class Evaluator:
         self.segments = segment_count(self.graph)
         self.work_done = 0  # operators put into programs so far
         self._splits: dict[tuple[int, int], BatchSplit] = {}
-        self._work: dict[tuple[int, int], tuple[tuple[float, float, float], ...]] = {}
+        self._work: dict[tuple[int, int], tuple[SegmentWork, ...]] = {}
         self._crossing: dict[tuple[int, int], int] = {}
         self._ideal: dict[tuple[Mesh, int, int, bool], tuple[SegmentCost, ...]] = {}
         self._letters: dict[tuple[Mesh, int, int, str, float], Letters] = {}
@@ -103,29 +105,14 @@ class Evaluator:
             configuration.schedule != ZERO_BUBBLE,
         )
 
-    def work(self, dp: int, micro_batches: int) -> tuple[tuple[float, float, float], ...]:
-        """Seconds of forward and backward of the operators of every segment, and of the part of backward that makes gradients
-        of weights only, for one micro-batch on one device (tp = 1), without dp's communication: split over n devices they
-        take at least an n-th. Raises BadInput when the batch cannot be cut so."""
+    def work(self, dp: int, micro_batches: int) -> tuple[SegmentWork, ...]:
+        """The work of every segment of the whole chain for one micro-batch on one device (tp = 1), without dp's
+        communication: split over n devices it takes at least an n-th. Raises BadInput when the batch cannot be cut so."""
         key = self._as_micro_batches(dp, micro_batches)
         if key not in self._work:
-            graph = self.split(*key).graph
             pricing = Pricing(self.problem.cluster, Mesh(dp=key[0]), self.problem.optimizer)
-            sums = []
-            shared = [node for node in graph.nodes if node.segment < 0]
-            for number, own in enumerate(segment_nodes(graph)):
-                nodes = [node for node in (*(shared if number == 0 else ()), *own) if node.op != "convert"]
-                of_weights = made_of_weights(graph, nodes)
-                costs = [node_cost(node, graph.values, pricing) for node in nodes]
-                pairs = zip(nodes, costs, strict=True)
-                sums.append(
-                    (
-                        sum(cost.forward_s for cost in costs),
-                        sum(cost.backward_s for cost in costs),
-                        sum(weight_backward_s(node, cost, of_weights, graph, pricing) for node, cost in pairs),
-                    )
-                )
-            self._work[key] = tuple(sums[i] for i in self.folded.origin)
+            work = work_of_segments(self.split(*key).graph, pricing)
+            self._work[key] = tuple(work[i] for i in self.folded.origin)
         return self._work[key]
 
     def transfer_s(self, configuration: Configuration) -> float:
@@ -135,14 +122,12 @@ class Evaluator:
             return 0.0
         key = (mesh.dp, configuration.micro_batches)
         if key not in self._crossing:
-            graph = self.split(*key).graph
-            cuts = sorted(set(self.folded.origin[:-1]))
-            self._crossing[key] = min(sum(value.size_bytes for value in crossing(graph, cut)) for cut in cuts)
+            self._crossing[key] = least_crossing_bytes(self.split(*key).graph, set(self.folded.origin[:-1]))
         return collective_time_s("send", self._crossing[key], mesh.pp, mesh.stride("pp"), self.problem.cluster)
 
     def work_s(self, dp: int, micro_batches: int) -> float:
         """The sum of ``work``."""
-        return sum(forward_s + backward_s for forward_s, backward_s, _ in self.work(dp, micro_batches))
+        return sum(work.forward_s + work.backward_s for work in self.work(dp, micro_batches))
 
     def _as_micro_batches(self, dp: int, micro_batches: int) -> tuple[int, int]:
         """(1, dp micro_batches) where that gives pieces of the same rows, else (dp, micro_batches)."""
@@ -199,35 +184,16 @@ class Evaluator:
         """Forward seconds (of one device, tp = 1) that any plan of the configuration runs again for lack of memory;
         infinite where nothing makes room enough.
 
-        Relaxed: weights and activations cut evenly over tp, and memory pooled (pools.py); then the cheapest recomputation, of
-        fractions of segments, that makes room.
+        Relaxed: weights and activations cut evenly over tp, and memory pooled (pools.py).
         """
         if self.least_bytes(configuration) > self.problem.memory_limit_bytes:
             return math.inf
-        costs = self.ideal_costs(configuration)
-        states = sum(c.states_bytes for c in costs)
-        limit = self.problem.memory_limit_bytes * configuration.mesh.tp
-        again_s = 0.0
-        for pool in self._pools(configuration):
-            kept = sum(flight * c.activations_bytes for flight, c in zip(pool.flights, costs, strict=True))
-            excess = pool.states * states + kept - pool.devices * limit
-            again_s = max(again_s, least_recomputation_s(costs, pool.flights, excess))
-        return again_s
+        costs, tp = self.ideal_costs(configuration), configuration.mesh.tp
+        return forced_recomputation_s(self._pools(configuration), costs, tp, self.problem.memory_limit_bytes)
 
     def least_bytes(self, configuration: Configuration) -> float:
         """A lower bound of the memory of the fullest device, with everything recomputed that makes room."""
-        states = sum(c.states_bytes for c in self.ideal_costs(configuration))
-        tp = configuration.mesh.tp
-        return max(
-            (pool.states * states + self._least_kept_bytes(configuration, pool)) / (pool.devices * tp)
-            for pool in self._pools(configuration)
-        )
-
-    def _least_kept_bytes(self, configuration: Configuration, pool: Pool) -> float:
-        """What a pool must keep for backward at least, on tp = 1."""
-        costs = self.ideal_costs(configuration)
-        least = (min(way.kept_bytes for way in c.recomputations.values()) for c in costs)
-        return sum(flight * kept for flight, kept in zip(pool.flights, least, strict=True))
+        return least_bytes(self._pools(configuration), self.ideal_costs(configuration), configuration.mesh.tp)
 
     def _pools(self, at: Configuration) -> tuple[Pool, ...]:
         return pools(at.schedule, at.mesh.pp, at.micro_batches, at.chunks, self.segments)
@@ -298,13 +264,9 @@ class Evaluator:
         mesh = configuration.mesh
         if mesh.tp == 1:
             return 1.0
-        costs = self.ideal_costs(configuration)
+        costs, limit = self.ideal_costs(configuration), self.problem.memory_limit_bytes
         states = sum(c.states_bytes for c in costs)
-        limit = self.problem.memory_limit_bytes
-        room = min(
-            (pool.devices * limit - self._least_kept_bytes(configuration, pool) / mesh.tp) / pool.states
-            for pool in self._pools(configuration)
-        )
+        room = most_states_bytes(self._pools(configuration), costs, mesh.tp, limit)
         if not states or room >= states:
             return 1.0
         return min(1.0, max(math.ceil(8 * room / self._least_states_bytes(configuration)), math.ceil(8 / mesh.tp)) / 8)

@@ -13,10 +13,13 @@ moment when its rank holds most.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from planner.schedules import held
+from planner.segment_cost import SegmentCost
+from planner.solve.frontier import least_recomputation_s
 
 
 @dataclass(frozen=True)
@@ -57,3 +60,35 @@ def even_intervals(segments: int, stages: int, stage: int) -> list[tuple[int, in
             if 0 <= rest <= stages - stage - 1:
                 found.append((first, end))
     return found
+
+
+# Below, ``costs`` are those of the segments on one device, of which each of ``tp`` devices holds a share no less than 1/tp.
+
+
+def least_bytes(pools: Sequence[Pool], costs: Sequence[SegmentCost], tp: int) -> float:
+    """A lower bound of the memory of the fullest device, with everything recomputed that makes room."""
+    states = sum(c.states_bytes for c in costs)
+    return max((pool.states * states + _least_kept_bytes(pool, costs)) / (pool.devices * tp) for pool in pools)
+
+
+def most_states_bytes(pools: Sequence[Pool], costs: Sequence[SegmentCost], tp: int, limit_bytes: int) -> float:
+    """What the states on one device of each of pp tp groups can take together, with everything recomputed that makes room."""
+    return min((pool.devices * limit_bytes - _least_kept_bytes(pool, costs) / tp) / pool.states for pool in pools)
+
+
+def forced_recomputation_s(pools: Sequence[Pool], costs: Sequence[SegmentCost], tp: int, limit_bytes: int) -> float:
+    """Forward seconds of one device that must be run again: the cheapest recomputation, of parts of segments, that makes room
+    in every pool."""
+    states = sum(c.states_bytes for c in costs)
+    again_s = 0.0
+    for pool in pools:
+        kept = sum(flight * c.activations_bytes for flight, c in zip(pool.flights, costs, strict=True))
+        excess = pool.states * states + kept - pool.devices * limit_bytes * tp
+        again_s = max(again_s, least_recomputation_s(costs, pool.flights, excess))
+    return again_s
+
+
+def _least_kept_bytes(pool: Pool, costs: Sequence[SegmentCost]) -> float:
+    """What must be kept for backward at least."""
+    least = (min(way.kept_bytes for way in c.recomputations.values()) for c in costs)
+    return sum(flight * kept for flight, kept in zip(pool.flights, least, strict=True))

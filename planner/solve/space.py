@@ -5,7 +5,7 @@
     Configuration    and order of axes, ZeRO, schedule  pp4.dp2.tp8 mb=16 zero=1 schedule=1f1b
 
 A coarser one stands for all it contains, ``contains``; a lower bound of it holds for each of them. What is left open by a
-configuration, the letters of the operators, the stages and the recomputation, is solved for (letters.py, stages.py).
+configuration, the letters of the operators, the stages and the recomputation, is solved for (letters_program.py, stages.py).
 
     numbers of micro-batches     those that divide a rank's rows; powers of two where there are none
     orders of the axes           all that differ in the links an axis uses; one where all links are alike
@@ -139,7 +139,7 @@ class Space:
                         for zero in {0, max(zero_stages(dp, "1f1b"))}:
                             yield Configuration(Mesh(pp, dp, tp), m, zero, "1f1b")
                     if ("interleaved", 2) in kinds:
-                        yield Configuration(Mesh(pp, dp, tp), m, min(1, dp - 1), "interleaved", 2)
+                        yield Configuration(Mesh(pp, dp, tp), m, 1 if dp > 1 else 0, "interleaved", 2)
 
     def neighbours(self, at: Configuration) -> Iterator[Configuration]:
         """Other schedules, ZeRO stages and orders of the same shape; and the same with degrees or micro-batches doubled or
