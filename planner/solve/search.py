@@ -41,7 +41,7 @@ TOO_LARGE = "does not fit the memory"
 # Configurations picked by hand are tried where the best plan takes so many times the work of all devices.
 USUAL_FROM = 1.05
 # Without a time limit the search stops after so much work: operators put into 0/1 programs (about a millisecond each), and
-# as many for a split of the chain into stages. The same work on every machine gives the same plan. Of it, what may go into
+# a split of the chain into stages by its size. The same work on every machine gives the same plan. Of it, what may go into
 # looking for a good plan first, and what is left for the proof at least.
 MOST_WORK, MOST_WORK_A_SEGMENT = 2000, 65
 USUAL_WORK, USUAL_WORK_A_SEGMENT = 3500, 25
@@ -67,6 +67,12 @@ def _sharpest(part: Part) -> int:
     if isinstance(part, Region) or part.mesh.tp == 1:
         return 1
     return 3 if isinstance(part, Configuration) else 2
+
+
+def work_of_stages(configuration: Configuration, segments: int) -> int:
+    """What choosing stages takes: by the intervals to choose from, and by the actions of the schedule, simulated many times."""
+    actions = 2 * configuration.stages * configuration.micro_batches
+    return configuration.mesh.pp * segments // 10 + actions // 50
 
 
 def _depth(part: Part) -> int:
@@ -275,7 +281,7 @@ class _Search:
             if costs in tried:
                 continue
             tried.append(costs)
-            self.evaluator.work_done += configuration.mesh.pp * len(costs) // 10
+            self.evaluator.work_done += work_of_stages(configuration, len(costs))
             choice = choose_stages(
                 costs,
                 configuration.mesh.pp,

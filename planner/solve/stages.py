@@ -47,6 +47,8 @@ from planner.solve.pools import even_intervals
 
 UNITS = 2**36
 MOST_ROUNDS = 200
+# Actions simulated in all rounds together, at most: about a second each million.
+MOST_ACTIONS = 1_000_000
 # What CP-SAT may do for one call, in its own unit, about a second each: a limit that cuts every run at the same place.
 MOST_WORK = 0.2
 # A bound this close to what was found proves it.
@@ -246,7 +248,7 @@ class _Problem:
         bound_s = 0.0
         for path in fill_and_drain_paths(self.schedule, self.pp, self.m, self.chunks):
             program.add_path(path)
-        for _ in range(MOST_ROUNDS):
+        for _ in range(max(1, min(MOST_ROUNDS, MOST_ACTIONS // (2 * self.m * self.pp * self.chunks)))):
             below = min(upper_bound_s, best.estimate.step_time_s if best is not None else math.inf)
             left = None if deadline is None else max(0.05, deadline - time.monotonic())
             split, found_bound_s = program.next_split(below, left)
@@ -307,23 +309,27 @@ class _Program:
         self, rank: int, vectors: Sequence[tuple[int, ...]], segments: Sequence[SegmentCost], limit_bytes: int
     ) -> None:
         """States, the largest temporary tensors, and at each moment the activations held of every chunk, fit together."""
-        mine = list(zip(self.rows, self.y, strict=True))[rank :: self.pp]
         temporary = self.model.new_int_var(0, limit_bytes, f"temporary{rank}")
-        states = []
-        for row, variables in mine:
+        states, kept = [], []
+        for stage in range(rank, len(self.rows), self.pp):
+            row = self.rows[stage]
             parts = [segments[x.first : x.end] for x in row]
             sizes = [
                 max(s.temporary_bytes for s in part) + x.label.again_bytes for part, x in zip(parts, row, strict=True)
             ]
-            self.model.add(temporary >= sum(size * y for size, y in zip(sizes, variables, strict=True)))
-            states += [sum(s.states_bytes for s in part) * y for part, y in zip(parts, variables, strict=True)]
+            self.model.add(temporary >= self._of_interval(stage, sizes))
+            states.append(self._of_interval(stage, [sum(s.states_bytes for s in part) for part in parts]))
+            sizes = [x.label.kept_bytes for x in row]
+            kept.append(self.model.new_int_var(0, max(sizes), f"kept{stage}"))
+            self.model.add(kept[-1] == self._of_interval(stage, sizes))
+        room = self.model.new_int_var(0, limit_bytes, f"room{rank}")
+        self.model.add(room + temporary + sum(states) <= limit_bytes)
         for vector in vectors:
-            kept = [
-                count * x.label.kept_bytes * y
-                for count, (row, variables) in zip(vector, mine, strict=True)
-                for x, y in zip(row, variables, strict=True)
-            ]
-            self.model.add(temporary + sum(states) + sum(kept) <= limit_bytes)
+            self.model.add(cp_model.LinearExpr.weighted_sum(kept, vector) <= room)
+
+    def _of_interval(self, stage: int, sizes: Sequence[int]) -> cp_model.LinearExpr:
+        """Of ``sizes``, one an interval of a stage, that of the interval it holds."""
+        return cp_model.LinearExpr.weighted_sum(self.y[stage], sizes)
 
     def add_path(self, path: Path) -> bool:
         """T is at least the length of ``path``. False when the program holds it already."""
