@@ -83,9 +83,11 @@ def fit_device(
     free = _free(kind)
     computing, moving = replace(free, peak_flops_per_s={"float32": 1.0}), replace(free, memory_bytes_per_s=1.0)
 
+    launch_s = kernel_launch_s if kind == "cpu" else 0.0  # a GPU starts the next operator while it works on one
+
     def rates(timed: Sequence[TimedCalls], unit: Device) -> list[float]:
         return [
-            t.predicted_s(unit) / beyond(t.seconds, kernel_launch_s * t.predicted_s(_launching(free))) for t in timed
+            t.predicted_s(unit) / beyond(t.seconds, launch_s * t.predicted_s(_launching(free))) for t in timed
         ]
 
     peaks = {dtype: statistics.median(rates(timed, computing)) for dtype, timed in products.items()}

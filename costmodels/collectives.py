@@ -22,7 +22,8 @@ cards. ``S`` is ``size_bytes``:
     broadcast         S / beta                           S: the tensor every rank gets
     send              S / beta                           S: what one rank sends to the next of its group
 
-and the latency terms, with one kernel launch a collective:
+and the latency terms, besides the start of a collective (``Link.start_s`` of the farthest link it takes, and the launch of
+its kernel, costmodels.compute.on_device_s):
 
     all_reduce        2 ((p-1) alpha_intra + log2(m) alpha_inter)           a ring in the node, a tree over nodes
     all_gather, reduce_scatter, broadcast      (n-m) alpha_intra + (m-1) alpha_inter
@@ -41,6 +42,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
+from costmodels.compute import on_device_s
 from costmodels.hardware import Cluster
 
 LOCAL_MOVES = frozenset({"none", "keep", "slice", "pad"})
@@ -116,31 +118,36 @@ def collective_time_s(kind: str, size_bytes: float, group_size: int, stride: int
         raise ValueError(f"a collective cannot move {size_bytes} bytes")
     if group_size == 1:
         return 0.0
-    launch_s = cluster.device.kernel_launch_s
     if kind == "send":
-        return launch_s + _send_s(size_bytes, group_size, stride, cluster)
+        return on_device_s(_send_s(size_bytes, group_size, stride, cluster), cluster.device)
+    return on_device_s(_collective_s(kind, size_bytes, group_size, stride, cluster), cluster.device)
+
+
+def _collective_s(kind: str, size_bytes: float, group_size: int, stride: int, cluster: Cluster) -> float:
     lies = spread(group_size, stride, cluster.gpus, cluster.gpus_per_node, cluster.nics_per_node)
     n, m, p = group_size, lies.nodes, lies.local
     hop_s, far_s = cluster.intra.latency_s, cluster.inter.latency_s
     intra = cluster.intra.towards(p - 1) if p > 1 else math.inf
     inter = cluster.inter.towards(1) * lies.cards if m > 1 else math.inf
+    start_s = (cluster.inter if m > 1 else cluster.intra).start_s
     if kind == "all_to_all":
         transfer_s = size_bytes / n * max((p - 1) / n / intra, p * (n - p) / n / inter)
-        return launch_s + transfer_s + (p - 1) * hop_s + (m - 1) * far_s
+        return start_s + transfer_s + (p - 1) * hop_s + (m - 1) * far_s
     beta = min(intra, inter)
     if kind == "all_reduce":
         latency_s = 2 * ((p - 1) * hop_s + math.log2(m) * far_s)
-        return launch_s + 2 * (n - 1) / n * size_bytes / beta + latency_s
+        return start_s + 2 * (n - 1) / n * size_bytes / beta + latency_s
     latency_s = (n - m) * hop_s + (m - 1) * far_s
     share = 1.0 if kind == "broadcast" else (n - 1) / n
-    return launch_s + share * size_bytes / beta + latency_s
+    return start_s + share * size_bytes / beta + latency_s
 
 
 def _send_s(size_bytes: float, group_size: int, stride: int, cluster: Cluster) -> float:
     senders = _leaving_senders(group_size, stride, cluster.gpus, cluster.gpus_per_node)
+    inside_s = cluster.intra.start_s + cluster.intra.latency_s + size_bytes / cluster.intra.towards(1)
     if senders == 0:
-        return cluster.intra.latency_s + size_bytes / cluster.intra.towards(1)
+        return inside_s
     owned = max(1.0, cluster.nics_per_node / cluster.gpus_per_node)
     cards = min(owned, cluster.nics_per_node / senders)
-    inter_s = cluster.inter.latency_s + size_bytes / (cluster.inter.towards(1) * cards)
-    return max(inter_s, cluster.intra.latency_s + size_bytes / cluster.intra.towards(1))
+    inter_s = cluster.inter.start_s + cluster.inter.latency_s + size_bytes / (cluster.inter.towards(1) * cards)
+    return max(inter_s, inside_s)

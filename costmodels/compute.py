@@ -1,22 +1,27 @@
 """Floating-point operations, memory traffic and time of one operator on one device, forward and backward.
 
-A roofline: an operator takes the longer of computing and moving, and a launch.
+A roofline: an operator takes the longer of computing and moving.
 
-    time = max(flops / (peak x matmul_efficiency), bytes / (bandwidth x memory_efficiency)) + kernel_launch
+    work = max(flops / (peak x matmul_efficiency), bytes / (bandwidth x memory_efficiency))
 
-A matrix product (m x k by k x n, ``batch`` of them) is cut into square tiles of side T that the device's c
-multiprocessors work off in rounds. Two things are lost, each for a physical reason:
+A GPU works off what the host sends it, so an operator ends no sooner than the host can send the next; a CPU does both
+itself (``on_device_s``):
 
-    quantisation    edge tiles are computed whole: m and n count as their multiples of T
-    waves           the last round is not full: on average half a round is idle, so t tiles take (t + c/2) / c rounds
-                    where t / c would do
+    time = max(work, kernel_launch)   GPU            time = work + kernel_launch   CPU
 
-    compute time = 2 batch ceil_T(m) ceil_T(n) k / (peak x matmul_efficiency) x (1 + c / (2 t)),
-    t = batch ceil_T(m) ceil_T(n) / T^2
+A matrix product (m x k by k x n, ``batch`` of them) is cut into tiles that the device's c multiprocessors work off in
+rounds. The library picks the fastest of a few tiles (_TILES): large ones, of T x T (``matmul_tile``) and twice as many
+elements, run at ``matmul_efficiency``; small ones, of which more fit, at _SMALL_TILES of that. Lost are:
+
+    quantisation    edge tiles are computed whole: m and n count as their multiples of the tile's sides
+    waves           the last round is not full. Blocks of one round start as others of it end, so part of the loss is
+                    made up for: t tiles take  w ceil(t / c) + (1 - w) max(t / c, 1)  rounds, w = _WHOLE_ROUNDS
+    alignment       where rows of the operands (k and n elements) are no multiple of ``alignment_bytes``, loads are narrower:
+                    _UNALIGNED by how many elements are loaded at once
 
 so a shard of a small product gains less than its share of the work. Source of the effects: NVIDIA, Matrix
-Multiplication Background User's Guide (tile and wave quantisation); half a round is the mean of the sawtooth
-described there.
+Multiplication Background User's Guide. The three constants and A100's efficiency are fitted to the 655 products in
+half precision that EleutherAI's cookbook (sizing/results, 27dff48) measured on A100: mean error 5.8 %.
 
 Backward of a product: one product of equal size for each operand that needs a gradient, and a sum over the output's
 gradient for a bias. Backward of anything else moves the output's gradient, the saved tensors (costmodels.memory) and
@@ -39,6 +44,7 @@ from costmodels.matmuls import Matmul, addend, matmuls
 from costmodels.memory import saved_for_backward_bytes
 from costmodels.operators import (
     DTYPE_BYTES,
+    HALF,
     METADATA,
     Hint,
     Shape,
@@ -59,6 +65,14 @@ _REDUCTIONS = frozenset({
     "binary_cross_entropy_with_logits", "smooth_l1_loss", "huber_loss", "kl_div",
 })  # fmt: skip
 _GATHERS = frozenset({"embedding", "index", "index_select", "gather", "take_along_dim", "embedding_bag"})
+# (height, width) in sides of ``matmul_tile``, and the rate relative to ``matmul_efficiency``.
+_SMALL_TILES = 0.87
+_TILES = (
+    (2, 1, 1.0), (1, 2, 1.0), (1, 1, 1.0), (1, 0.5, _SMALL_TILES), (0.5, 1, _SMALL_TILES), (0.5, 0.5, _SMALL_TILES),
+)  # fmt: skip
+_WHOLE_ROUNDS = 0.64
+# By elements of two bytes loaded at once; eight lose nothing.
+_UNALIGNED = {1: 0.28, 2: 0.64, 4: 0.64}
 _OPTIMIZER_MOVES = {"adamw": 7, "adam": 7, "sgd-momentum": 5, "sgd": 3}
 
 
@@ -98,12 +112,41 @@ def operator_flops(op: str, input_shapes: tuple[Shape, ...], output_shapes: tupl
 def matmul_time_s(product: Matmul, dtype: str, device: Device) -> float:
     """Seconds of one launch of a (batched) matrix product whose operands and result are of ``dtype``."""
     if product.flops == 0:
-        return device.kernel_launch_s
-    tile, workers = device.matmul_tile, device.multiprocessors
-    tiles = product.batch * -(-product.m // tile) * -(-product.n // tile)
-    padded_flops = 2 * tiles * tile * tile * product.k
-    compute_s = padded_flops / (device.peak(dtype) * device.matmul_efficiency) * (1 + workers / (2 * tiles))
-    return max(compute_s, _move_s(_matmul_bytes(product, dtype), device)) + device.kernel_launch_s
+        return on_device_s(0.0, device)
+    compute_s = _rounds_flops(product, device) / (device.peak(dtype) * device.matmul_efficiency)
+    if dtype in HALF:
+        compute_s /= _alignment(product, device)
+    return on_device_s(max(compute_s, _move_s(_matmul_bytes(product, dtype), device)), device)
+
+
+def on_device_s(work_s: float, device: Device, launches: int = 1) -> float:
+    """Seconds from the start of an operator of ``work_s`` in ``launches`` kernels to the start of the next."""
+    host_s = launches * device.kernel_launch_s
+    return work_s + host_s if device.kind == "cpu" else max(work_s, host_s)
+
+
+def _rounds_flops(product: Matmul, device: Device) -> float:
+    """Operations the whole device could do, at the rate of large tiles, while the product is computed."""
+    side, workers = device.matmul_tile, device.multiprocessors
+    if side == 1:
+        return product.flops
+    return min(
+        _tiled_flops(product, int(height * side), int(width * side), workers) / rate for height, width, rate in _TILES
+    )
+
+
+def _tiled_flops(product: Matmul, height: int, width: int, workers: int) -> float:
+    tiles = product.batch * -(-product.m // height) * -(-product.n // width)
+    rounds = _WHOLE_ROUNDS * -(-tiles // workers) + (1 - _WHOLE_ROUNDS) * max(tiles / workers, 1.0)
+    return rounds * workers * 2 * height * width * product.k
+
+
+def _alignment(product: Matmul, device: Device) -> float:
+    """The part of the rate that is left by loads of as many elements of two bytes as the rows of all operands allow."""
+    elements = math.gcd(product.row_elements, max(device.alignment_bytes // 2, 1))
+    if 2 * elements >= device.alignment_bytes:
+        return 1.0
+    return _UNALIGNED[elements]
 
 
 @lru_cache(maxsize=65536)
@@ -141,7 +184,12 @@ def operator_time_s(
     return OperatorTime(forward_s, backward_s, flops, backward_flops, forward_bytes, backward_bytes)
 
 
-def optimizer_step_s(parameter_bytes: int, optimizer: str, device: Device) -> float:
+def copy_s(size_bytes: int, device: Device) -> float:
+    """Seconds to read and write ``size_bytes``."""
+    return on_device_s(_move_s(2 * size_bytes, device), device)
+
+
+def optimizer_step_s(parameter_bytes: int, optimizer: str, device: Device, launches: int = 1) -> float:
     """Seconds to update ``parameter_bytes`` of parameters on one device; gradients and state have their dtype.
 
     Bytes moved: adamw reads parameter, gradient and two moments and writes all but the gradient (7 times the
@@ -151,7 +199,7 @@ def optimizer_step_s(parameter_bytes: int, optimizer: str, device: Device) -> fl
         raise ValueError(f"unknown optimizer {optimizer!r}; the cost model knows {', '.join(_OPTIMIZER_MOVES)}")
     if parameter_bytes == 0:
         return 0.0
-    return _move_s(_OPTIMIZER_MOVES[optimizer] * parameter_bytes, device) + device.kernel_launch_s
+    return on_device_s(_move_s(_OPTIMIZER_MOVES[optimizer] * parameter_bytes, device), device, launches)
 
 
 def _move_s(moved_bytes: float, device: Device) -> float:
@@ -159,7 +207,7 @@ def _move_s(moved_bytes: float, device: Device) -> float:
 
 
 def _plain_s(flops: int, moved_bytes: int, device: Device) -> float:
-    return max(flops / device.peak("float32"), _move_s(moved_bytes, device)) + device.kernel_launch_s
+    return on_device_s(max(flops / device.peak("float32"), _move_s(moved_bytes, device)), device)
 
 
 def _matmul_bytes(product: Matmul, dtype: str) -> int:
@@ -192,7 +240,7 @@ def _products(
     bias = addend(name)
     if bias is not None and bias < len(inputs) and needs_grad[bias]:
         summed_bytes = size_bytes(outputs[0]) + size_bytes(inputs[bias])
-        backward_s += _move_s(summed_bytes, device) + device.kernel_launch_s
+        backward_s += on_device_s(_move_s(summed_bytes, device), device)
         backward_bytes += summed_bytes
     return OperatorTime(
         forward_s,
@@ -223,14 +271,13 @@ def _attention(
         efficiency, work = device.matmul_efficiency, 1.0
         ratio, matrix_bytes, launches = 2.0, 6 * math.prod(q[:-1]) * k[-2] * DTYPE_BYTES[dtype], 5
     rate = device.peak(dtype) * efficiency
-    launch_s = launches * device.kernel_launch_s
     forward_bytes = operands + matrix_bytes
-    forward_s = max(work * flops / rate, _move_s(forward_bytes, device)) + launch_s
+    forward_s = on_device_s(max(work * flops / rate, _move_s(forward_bytes, device)), device, launches)
     if not any(needs_grad):
         return OperatorTime(forward_s, 0.0, flops, 0, forward_bytes, 0)
     backward_flops = int(ratio * flops)
     backward_bytes = 2 * operands + matrix_bytes
-    backward_s = max(work * backward_flops / rate, _move_s(backward_bytes, device)) + launch_s
+    backward_s = on_device_s(max(work * backward_flops / rate, _move_s(backward_bytes, device)), device, launches)
     return OperatorTime(forward_s, backward_s, flops, backward_flops, forward_bytes, backward_bytes)
 
 

@@ -54,10 +54,12 @@ class Device:
     """One device.
 
     ``memory_bytes``: what a process may plan to fill. ``peak_flops_per_s``: dense peak by dtype name (a multiply-add
-    is two operations); read only. ``kernel_launch_s``: least time between the starts of two operators.
+    is two operations); read only. ``kernel_launch_s``: least time between the starts of two operators,
+    which the host takes to send one.
     ``matmul_efficiency``, ``attention_efficiency`` and ``memory_efficiency``: the fraction of the peak that a large
     matrix product, a fused attention kernel and a large copy reach. ``multiprocessors`` and ``matmul_tile``: how a
-    matrix product is cut (costmodels.compute); 1 and 1 mean that its shape has no effect.
+    matrix product is cut (costmodels.compute); 1 and 1 mean that its shape has no effect. ``alignment_bytes``: what rows in
+    half precision must be a multiple of to be loaded at the full rate.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Device:
     memory_efficiency: float = 1.0
     multiprocessors: int = 1
     matmul_tile: int = 1
+    alignment_bytes: int = 1
 
     def __post_init__(self) -> None:
         peaks = {str(dtype): float(peak) for dtype, peak in self.peak_flops_per_s.items()}
@@ -79,7 +82,7 @@ class Device:
         _require("float32" in peaks, "device.peak_flops_per_s has no float32", "add it: other dtypes fall back to it")
         for dtype, peak in peaks.items():
             _positive(f"device.peak_flops_per_s.{dtype}", peak)
-        for name in ("memory_bytes", "memory_bytes_per_s", "multiprocessors", "matmul_tile"):
+        for name in ("memory_bytes", "memory_bytes_per_s", "multiprocessors", "matmul_tile", "alignment_bytes"):
             _positive(f"device.{name}", getattr(self, name))
         _not_negative("device.kernel_launch_s", self.kernel_launch_s)
         for name in ("matmul_efficiency", "attention_efficiency", "memory_efficiency"):
@@ -101,6 +104,7 @@ class Device:
 class Link:
     """One direction of a connection: inside a node that of one device, between nodes that of one network card.
 
+    ``latency_s``: of one hop; ``start_s``: what a collective takes besides, however small and near.
     ``efficiency``: fraction of the bandwidth that a large transfer reaches. ``peer_bandwidth_bytes_per_s``: what one
     device reaches towards a single other one, where that is less (a mesh of point-to-point links); 0 means no such
     limit.
@@ -110,12 +114,14 @@ class Link:
     latency_s: float
     efficiency: float = 1.0
     peer_bandwidth_bytes_per_s: float = 0.0
+    start_s: float = 0.0
 
     def __post_init__(self) -> None:
         _positive("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s)
         _not_negative("latency_s", self.latency_s)
         _fraction("efficiency", self.efficiency)
         _not_negative("peer_bandwidth_bytes_per_s", self.peer_bandwidth_bytes_per_s)
+        _not_negative("start_s", self.start_s)
 
     def towards(self, peers: int) -> float:
         """Bytes per second that one device reaches when it talks to ``peers`` others at once."""

@@ -37,7 +37,8 @@ _OPERANDS = {
 
 @dataclass(frozen=True)
 class Matmul:
-    """``left`` and ``right``: positions of the operands among the operator's tensors."""
+    """``left`` and ``right``: positions of the operands among the operator's tensors. ``rows``: of a gradient, the rows of
+    the product it belongs to, whose tensors it reads and writes."""
 
     batch: int
     m: int
@@ -45,16 +46,22 @@ class Matmul:
     k: int
     left: int = 0
     right: int = 1
+    rows: int = 0
+
+    @property
+    def row_elements(self) -> int:
+        """The greatest number that divides the rows of all operands as they lie in memory, which hold k or n elements."""
+        return self.rows or math.gcd(self.n, self.k)
 
     @property
     def flops(self) -> int:
         return 2 * self.batch * self.m * self.n * self.k
 
     def left_gradient(self) -> Matmul:
-        return Matmul(self.batch, self.m, self.k, self.n)
+        return Matmul(self.batch, self.m, self.k, self.n, rows=self.row_elements)
 
     def right_gradient(self) -> Matmul:
-        return Matmul(self.batch, self.k, self.n, self.m)
+        return Matmul(self.batch, self.k, self.n, self.m, rows=self.row_elements)
 
 
 def addend(name: str) -> int | None:

@@ -19,7 +19,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from costmodels.collectives import LOCAL_MOVES, collective_time_s
-from costmodels.compute import operator_time_s
+from costmodels.compute import copy_s, operator_time_s
 from costmodels.hardware import Cluster
 from costmodels.memory import attention_statistics_bytes
 from costmodels.operators import attention_is_fused
@@ -160,8 +160,7 @@ def _move_s(move: str, whole: int, degree: int, stride: int, cluster: Cluster) -
         return 0.0
     if move in LOCAL_MOVES:
         copied = whole // degree if move == "slice" else whole
-        device = cluster.device
-        return device.kernel_launch_s + 2 * copied / (device.memory_bytes_per_s * device.memory_efficiency)
+        return copy_s(copied, cluster.device)
     return collective_time_s(move, whole, degree, stride, cluster)
 
 

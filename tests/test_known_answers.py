@@ -60,7 +60,7 @@ def test_tight_memory_wants_sharded_weights_where_links_are_fast_and_stages_wher
     link_bytes_per_s: float, cheaper: str
 ) -> None:
     """8 layers of 256 x 256 with gradients and two moments; a device holds half of that."""
-    graph, on = square_layers(8, 256, 64), cluster(4, link_bytes_per_s=link_bytes_per_s)
+    graph, on = square_layers(8, 256, 256), cluster(4, link_bytes_per_s=link_bytes_per_s)
     states_bytes = 8 * 4 * 256 * 256 * 4
     limit_bytes = states_bytes // 2
     whole = plan_by_hand(Evaluator(problem(graph, on, limit_bytes)), "ddp")
@@ -171,4 +171,4 @@ def test_a_cnn_with_huge_early_activations_is_data_parallel_first() -> None:
     plan = solved(graph(16), on)
     assert {(row.dp, row.tp) for row in operators(plan, "conv2d")} <= {("n", "n"), ("n", "R")}
     assert plan.mesh.tp == 1 or all(row.tp == "n" for row in operators(plan, "conv2d"))
-    assert plan_by_hand(Evaluator(problem(graph(16), on)), "ddp").objective_s < 1.01 * plan.objective_s
+    assert plan_by_hand(Evaluator(problem(graph(16), on)), "ddp").objective_s < 1.02 * plan.objective_s

@@ -104,7 +104,7 @@ class Bounds:
             return self._region_s(part, enough_s)
         mesh, m = part.mesh, part.micro_batches
         if isinstance(part, Shape):
-            work = self.evaluator.work(mesh.dp, m)
+            work = self.evaluator.work(mesh.dp, m, cut=mesh.tp > 1)
             bound_s = self._shape_s(part, work, self._known_of_shape_s(part))
             if not sharpness or bound_s >= enough_s:
                 return bound_s
@@ -155,7 +155,7 @@ class Bounds:
     def _of_work_s(self, shape: Shape) -> float:
         """The bound of a shape without its program; infinite where the batch cannot be cut so."""
         try:
-            return self._shape_s(shape, self.evaluator.work(shape.mesh.dp, shape.micro_batches), 0.0)
+            return self._shape_s(shape, self.evaluator.work(shape.mesh.dp, shape.micro_batches, cut=shape.mesh.tp > 1), 0.0)
         except BadInput:
             return math.inf
 
@@ -173,7 +173,7 @@ class Bounds:
         if math.isinf(again_s) or (again_s and part.schedule == ZERO_BUBBLE):
             return math.inf
         ideal = self.evaluator.ideal_costs(part)
-        alone = self.evaluator.work(mesh.dp, m)
+        alone = self.evaluator.work(mesh.dp, m, cut=mesh.tp > 1)
         own = tuple(
             SegmentWork(c.forward_s, c.backward_s, segment.weight_backward_s).over(mesh.tp)
             for c, segment in zip(ideal, alone, strict=True)

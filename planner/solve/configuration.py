@@ -80,9 +80,9 @@ class Evaluator:
         self.segments = segment_count(self.graph)
         self.work_done = 0  # operators put into programs so far
         self._splits: dict[tuple[int, int], BatchSplit] = {}
-        self._work: dict[tuple[int, int], tuple[SegmentWork, ...]] = {}
+        self._work: dict[tuple[int, int, bool], tuple[SegmentWork, ...]] = {}
         self._crossing: dict[tuple[int, int], int] = {}
-        self._ideal: dict[tuple[Mesh, int, int, bool], tuple[SegmentCost, ...]] = {}
+        self._ideal: dict[tuple[Mesh, int, int, bool, bool], tuple[SegmentCost, ...]] = {}
         self._letters: dict[tuple[Mesh, int, int, str, float], Letters] = {}
         self._programs: dict[tuple[Mesh, int], LettersProgram] = {}
         self._local: dict[int, tuple[Letters, Sharded]] = {}
@@ -105,13 +105,24 @@ class Evaluator:
             configuration.schedule != ZERO_BUBBLE,
         )
 
-    def work(self, dp: int, micro_batches: int) -> tuple[SegmentWork, ...]:
+    @cached_property
+    def _cuttable(self) -> Cluster:
+        """The cluster for work that is to be cut by tp: rows that are not aligned may be in shards, so none are slower."""
+        device = self.problem.cluster.device
+        sizes = {size for value in self.graph.values.values() for size in value.shape[-2:]}
+        if all(2 * size % device.alignment_bytes == 0 for size in sizes):
+            return self.problem.cluster
+        return replace(self.problem.cluster, device=replace(device, alignment_bytes=1))
+
+    def work(self, dp: int, micro_batches: int, cut: bool = True) -> tuple[SegmentWork, ...]:
         """The work of every segment of the whole chain for one micro-batch on one device (tp = 1), without dp's
-        communication: split over n devices it takes at least an n-th. Raises BadInput when the batch cannot be cut so."""
-        key = self._as_micro_batches(dp, micro_batches)
+        communication: if it is ``cut``, over n devices, it takes at least an n-th. Raises BadInput when the batch cannot be
+        cut so."""
+        pieces = self._as_micro_batches(dp, micro_batches)
+        cluster = self._cuttable if cut else self.problem.cluster
+        key = (*pieces, cluster is not self.problem.cluster)
         if key not in self._work:
-            pricing = Pricing(self.problem.cluster, Mesh(dp=key[0]), self.problem.optimizer)
-            work = work_of_segments(self.split(*key).graph, pricing)
+            work = work_of_segments(self.split(*pieces).graph, Pricing(cluster, Mesh(dp=pieces[0]), self.problem.optimizer))
             self._work[key] = tuple(work[i] for i in self.folded.origin)
         return self._work[key]
 
@@ -125,9 +136,9 @@ class Evaluator:
             self._crossing[key] = least_crossing_bytes(self.split(*key).graph, set(self.folded.origin[:-1]))
         return collective_time_s("send", self._crossing[key], mesh.pp, mesh.stride("pp"), self.problem.cluster)
 
-    def work_s(self, dp: int, micro_batches: int) -> float:
+    def work_s(self, dp: int, micro_batches: int, cut: bool = True) -> float:
         """The sum of ``work``."""
-        return sum(work.forward_s + work.backward_s for work in self.work(dp, micro_batches))
+        return sum(work.forward_s + work.backward_s for work in self.work(dp, micro_batches, cut))
 
     def _as_micro_batches(self, dp: int, micro_batches: int) -> tuple[int, int]:
         """(1, dp micro_batches) where that gives pieces of the same rows, else (dp, micro_batches)."""
@@ -147,7 +158,7 @@ class Evaluator:
         often as ``steps`` says; nothing that travels on dp. Raises BadInput when the batch cannot be cut so.
         """
         if tp == 1:
-            return self.work_s(dp, micro_batches) * micro_batches
+            return self.work_s(dp, micro_batches, cut=False) * micro_batches
         configuration = Configuration(Mesh(dp=dp, tp=tp), micro_batches, 3, "1f1b")
         pricing = replace(self.pricing(configuration), micro_batches=Fraction(micro_batches, steps))
         return self._program(configuration.mesh, micro_batches, None).solve(pricing).least_s * micro_batches
@@ -174,10 +185,12 @@ class Evaluator:
         in_two, mesh = configuration.schedule == ZERO_BUBBLE, configuration.mesh
         # Nothing but dp communicates: the other axes only say how far apart its ranks are.
         apart = Mesh(dp=mesh.dp, tp=mesh.stride("dp") if mesh.dp > 1 else 1)
-        key = (apart, configuration.micro_batches, configuration.zero, in_two)
+        key = (apart, configuration.micro_batches, configuration.zero, in_two, mesh.tp > 1)
         if key not in self._ideal:
             alone = replace(configuration, mesh=Mesh(dp=mesh.dp))
-            self._ideal[key] = self._costs_of(replace(alone, mesh=apart), self._sharded(alone, self.letters(alone)))
+            local = self._sharded(alone, self.letters(alone))
+            cluster = self._cuttable if mesh.tp > 1 else self.problem.cluster
+            self._ideal[key] = self._costs_of(replace(alone, mesh=apart), local, cluster=cluster)
         return self._ideal[key]
 
     def forced_recomputation_s(self, configuration: Configuration) -> float:
@@ -319,9 +332,15 @@ class Evaluator:
         return self._costs[key]
 
     def _costs_of(
-        self, configuration: Configuration, local: Sharded, partial: frozenset[str] = frozenset()
+        self,
+        configuration: Configuration,
+        local: Sharded,
+        partial: frozenset[str] = frozenset(),
+        cluster: Cluster | None = None,
     ) -> tuple[SegmentCost, ...]:
-        costs = segment_costs(local.graph, self.pricing(configuration), local.pairs, partial)
+        pricing = self.pricing(configuration)
+        pricing = pricing if cluster is None else replace(pricing, cluster=cluster)
+        costs = segment_costs(local.graph, pricing, local.pairs, partial)
         return tuple(costs[i] for i in self.folded.origin)
 
     def _sharded(self, configuration: Configuration, letters: Letters) -> Sharded:

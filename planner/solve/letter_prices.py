@@ -54,7 +54,7 @@ def parameter_step_s(local: Value, leaf: Leaf, pair: Pair, pricing: Pricing) -> 
     mesh, cluster = pricing.mesh, pricing.cluster
     size = local.size_bytes
     updated = size if pricing.zero == 0 else size // mesh.dp  # and summed over tp
-    total = optimizer_step_s(updated, pricing.optimizer, cluster.device) - cluster.device.kernel_launch_s
+    total = optimizer_step_s(updated, pricing.optimizer, cluster.device, launches=0)
     if pair == REPLICATED and mesh.tp > 1:
         total += reduction_s(updated, mesh.tp, mesh.stride("tp"), cluster)
     if mesh.dp > 1 and pricing.zero < 3 and cluster.device.kind == "cpu":  # elsewhere backward hides it
