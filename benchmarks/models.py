@@ -22,7 +22,9 @@ class Sizes:
     """A transformer. ``inner``: width of the MLP. ``feed_forward``: gelu, squared-relu or swiglu; swiglu comes with RMSNorm.
 
     ``rotary``: positions by rotation, and no biases; otherwise a table of ``length`` learned positions. ``experts``: in
-    every second block the MLP is so many, each of one slot.
+    every second block the MLP is so many, each of one slot. ``fused``: attention in one kernel; else products, a softmax that
+    masks as it goes, and a dropout, as Megatron-LM has it. ``dropout``: of attention and of what is added to the residual.
+    ``biases``: of linear layers and norms; None: where there is no rotation.
     """
 
     layers: int
@@ -37,6 +39,13 @@ class Sizes:
     causal: bool = True
     tied: bool = True
     experts: int = 0
+    fused: bool = True
+    dropout: float = 0.0
+    biases: bool | None = None
+
+    @property
+    def biased(self) -> bool:
+        return not self.rotary if self.biases is None else self.biases
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -48,7 +57,8 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 class Attention(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.head, self.causal, bias = sizes.width // sizes.heads, sizes.causal, not sizes.rotary
+        self.head, self.causal, bias = sizes.width // sizes.heads, sizes.causal, sizes.biased
+        self.fused, self.dropout = sizes.fused, sizes.dropout
         shared = (sizes.key_value_heads or sizes.heads) * self.head
         self.group = sizes.width // shared
         self.query = nn.Linear(sizes.width, sizes.width, bias=bias)
@@ -62,14 +72,17 @@ class Attention(nn.Module):
         )
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=self.group > 1)
+        if self.fused:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=self.group > 1)
+        else:
+            y = F.dropout(torch.matmul(q, k.transpose(-1, -2)).softmax(-1), self.dropout) @ v
         return self.out(y.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.kind, bias = sizes.feed_forward, not sizes.rotary
+        self.kind, bias = sizes.feed_forward, sizes.biased
         self.up = nn.Linear(sizes.width, sizes.inner, bias=bias)
         self.down = nn.Linear(sizes.inner, sizes.width, bias=bias)
         if self.kind == "swiglu":
@@ -104,16 +117,22 @@ class Block(nn.Module):
 
     def __init__(self, sizes: Sizes, experts: bool = False) -> None:
         super().__init__()
+        self.dropout = sizes.dropout
         self.attention_norm, self.attention = norm(sizes), Attention(sizes)
         self.mlp_norm, self.mlp = norm(sizes), SoftExperts(sizes) if experts else FeedForward(sizes)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotary)
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + self._dropped(self.attention(self.attention_norm(x), rotary))
+        return x + self._dropped(self.mlp(self.mlp_norm(x)))
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout) if self.dropout else x
 
 
 def norm(sizes: Sizes) -> nn.Module:
-    return nn.RMSNorm(sizes.width) if sizes.feed_forward == "swiglu" else nn.LayerNorm(sizes.width)
+    if sizes.feed_forward == "swiglu":
+        return nn.RMSNorm(sizes.width)
+    return nn.LayerNorm(sizes.width, bias=sizes.biases is not False)
 
 
 def blocks(sizes: Sizes) -> nn.ModuleList:

@@ -47,6 +47,9 @@ class Shape:
     vocabulary: int = 0
     length: int = 0
     experts: int = 0
+    fused: bool = True
+    dropout: float = 0.0
+    biases: bool | None = None
 
 
 def gpt(layers: int, width: int, heads: int, length: int = 2048, vocabulary: int = 51200) -> Shape:
@@ -116,6 +119,9 @@ def sizes_of(shape: Shape) -> Sizes:
         causal=shape.kind not in ("bert", "vit"),
         tied=shape.kind in ("gpt", "bert"),
         experts=shape.experts,
+        fused=shape.fused,
+        dropout=shape.dropout,
+        biases=shape.biases,
     )
 
 

@@ -86,9 +86,7 @@ def fit_device(
     launch_s = kernel_launch_s if kind == "cpu" else 0.0  # a GPU starts the next operator while it works on one
 
     def rates(timed: Sequence[TimedCalls], unit: Device) -> list[float]:
-        return [
-            t.predicted_s(unit) / beyond(t.seconds, launch_s * t.predicted_s(_launching(free))) for t in timed
-        ]
+        return [t.predicted_s(unit) / beyond(t.seconds, launch_s * t.predicted_s(_launching(free))) for t in timed]
 
     peaks = {dtype: statistics.median(rates(timed, computing)) for dtype, timed in products.items()}
     together = TimedCalls(tuple(c for t in attention for c in t.calls), sum(t.seconds for t in attention))

@@ -189,17 +189,20 @@ def copy_s(size_bytes: int, device: Device) -> float:
     return on_device_s(_move_s(2 * size_bytes, device), device)
 
 
-def optimizer_step_s(parameter_bytes: int, optimizer: str, device: Device, launches: int = 1) -> float:
-    """Seconds to update ``parameter_bytes`` of parameters on one device; gradients and state have their dtype.
+def optimizer_step_s(
+    parameter_bytes: int, optimizer: str, device: Device, launches: int = 1, moves: float = 0.0
+) -> float:
+    """Seconds to update ``parameter_bytes`` of parameters on one device, in so many ``launches``.
 
-    Bytes moved: adamw reads parameter, gradient and two moments and writes all but the gradient (7 times the
-    parameters), sgd-momentum 5, sgd 3. Raises ValueError for another optimizer.
+    ``moves``: bytes moved, of each of them; 0: those of the optimizer, with gradients and state in the dtype of the
+    parameters: adamw reads parameter, gradient and two moments and writes all but the gradient (7), sgd-momentum 5, sgd 3.
+    Raises ValueError for another optimizer.
     """
     if optimizer not in _OPTIMIZER_MOVES:
         raise ValueError(f"unknown optimizer {optimizer!r}; the cost model knows {', '.join(_OPTIMIZER_MOVES)}")
     if parameter_bytes == 0:
         return 0.0
-    return on_device_s(_move_s(_OPTIMIZER_MOVES[optimizer] * parameter_bytes, device), device, launches)
+    return on_device_s(_move_s((moves or _OPTIMIZER_MOVES[optimizer]) * parameter_bytes, device), device, launches)
 
 
 def _move_s(moved_bytes: float, device: Device) -> float:

@@ -42,6 +42,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from costmodels.software import OURS, Software
+
 KINDS = ("gpu", "cpu")
 
 
@@ -59,7 +61,8 @@ class Device:
     ``matmul_efficiency``, ``attention_efficiency`` and ``memory_efficiency``: the fraction of the peak that a large
     matrix product, a fused attention kernel and a large copy reach. ``multiprocessors`` and ``matmul_tile``: how a
     matrix product is cut (costmodels.compute); 1 and 1 mean that its shape has no effect. ``alignment_bytes``: what rows in
-    half precision must be a multiple of to be loaded at the full rate.
+    half precision must be a multiple of to be loaded at the full rate. ``overlap_slowdown``: the part of its time that
+    communication costs the operators it overlaps with.
     """
 
     name: str
@@ -74,6 +77,7 @@ class Device:
     multiprocessors: int = 1
     matmul_tile: int = 1
     alignment_bytes: int = 1
+    overlap_slowdown: float = 0.0
 
     def __post_init__(self) -> None:
         peaks = {str(dtype): float(peak) for dtype, peak in self.peak_flops_per_s.items()}
@@ -85,6 +89,11 @@ class Device:
         for name in ("memory_bytes", "memory_bytes_per_s", "multiprocessors", "matmul_tile", "alignment_bytes"):
             _positive(f"device.{name}", getattr(self, name))
         _not_negative("device.kernel_launch_s", self.kernel_launch_s)
+        _require(
+            0 <= self.overlap_slowdown < 1,
+            f"device.overlap_slowdown is {self.overlap_slowdown}",
+            "it must be 0 or more and less than 1",
+        )
         for name in ("matmul_efficiency", "attention_efficiency", "memory_efficiency"):
             _fraction(f"device.{name}", getattr(self, name))
 
@@ -136,7 +145,7 @@ class Cluster:
     """``gpus`` devices that fill nodes of ``gpus_per_node`` in rank order (the last may be part filled).
 
     ``intra`` is one device's link inside its node, ``inter`` one network card; a node has ``nics_per_node`` of them.
-    ``sources``: (field, where its number comes from) pairs.
+    ``software``: what runs on it, not part of the text form. ``sources``: (field, where its number comes from) pairs.
     """
 
     name: str
@@ -146,6 +155,7 @@ class Cluster:
     intra: Link
     inter: Link
     nics_per_node: int = 1
+    software: Software = OURS
     sources: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -161,6 +171,11 @@ class Cluster:
         if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
             raise ClusterError(f"cannot use {gpus!r} gpus of cluster {self.name}: pass a positive whole number")
         return replace(self, gpus=gpus)
+
+    def run_by(self, software: Software) -> Cluster:
+        """The same machines running ``software``, whose host code may be slower."""
+        launch_s = max(self.device.kernel_launch_s, software.launch_s)
+        return replace(self, software=software, device=replace(self.device, kernel_launch_s=launch_s))
 
     def to_toml(self) -> str:
         """The text form; ``Cluster.parse`` reads it back to an equal cluster."""
@@ -249,7 +264,7 @@ def _read(path: Path) -> Cluster:
 
 def _build(cls: type, data: Mapping[str, Any], prefix: str, ready: Mapping[str, Any]) -> Any:
     """An instance of ``cls`` from a TOML table: fields in ``ready`` as they are, the others checked by their type."""
-    known = {f.name: f for f in fields(cls)}
+    known = {f.name: f for f in fields(cls) if f.name != "software"}
     for key in data:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)

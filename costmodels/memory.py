@@ -6,15 +6,16 @@ that exist only for backward (statistics of a norm, a dropout mask, log-probabil
 input; it is the caller who knows that they are held anyway. Source: the derivative formulas of PyTorch
 (tools/autograd/derivatives.yaml); the tests compare with what autograd really packs.
 
-**State.** With P bytes of parameters on a device before ZeRO, N data-parallel ranks and s bytes an element:
+**State.** With P bytes of parameters on a device before ZeRO, and N data-parallel ranks:
 
-                    weights     gradients   adamw      sgd-momentum   sgd    fp32 master copy, if asked
-    ZeRO 0          P           P           2 P        P              0      4 P / s
-    ZeRO 1          P           P           2 P / N    P / N          0      4 P / (s N)
-    ZeRO 2          P           P / N       2 P / N    P / N          0      4 P / (s N)
-    ZeRO 3          P / N       P / N       2 P / N    P / N          0      4 P / (s N)
+                    weights     gradients   adamw      sgd-momentum   sgd
+    ZeRO 0          P           P           2 P        P              0
+    ZeRO 1          P           P           2 P / N    P / N          0
+    ZeRO 2          P           P / N       2 P / N    P / N          0
+    ZeRO 3          P / N       P / N       2 P / N    P / N          0
 
-(Rajbhandari et al., ZeRO, 2020; moments in the dtype of the parameters.) With ZeRO 3 segments are gathered one by
+(Rajbhandari et al., ZeRO, 2020; moments in the dtype of the parameters; other software may
+hold other bytes of an element, costmodels.software.) With ZeRO 3 segments are gathered one by
 one, the next one while one computes: the two largest exist whole at the worst moment.
 """
 
@@ -40,6 +41,7 @@ from costmodels.operators import (
     numel,
     size_bytes,
 )
+from costmodels.software import OURS, Software
 
 Saved = tuple[tuple[str, int], ...]
 OPTIMIZERS = ("adamw", "sgd", "sgd-momentum")
@@ -284,13 +286,13 @@ def state_bytes(
     dp: int = 1,
     *,
     trainable_bytes: int | None = None,
-    master_weights: bool = False,
+    software: Software = OURS,
 ) -> StateBytes:
     """Weights, gradients and optimizer state of a device that holds ``parameter_bytes`` of ``dtype`` before ZeRO.
 
     ``zero``: 0; 1 to shard the optimizer state over ``dp`` ranks (rounded up), 2 the gradients too, 3 the weights too.
     ``trainable_bytes``: the part that is trained
-    (default: all). ``master_weights``: keep a float32 copy of the trained ones, as mixed-precision training does.
+    (default: all). ``software``: what it holds of an element of a weight, gradient and state, if not its dtype.
     Raises ValueError for an unknown optimizer, dtype or ZeRO stage.
     """
     if optimizer not in OPTIMIZERS:
@@ -303,10 +305,14 @@ def state_bytes(
         raise ValueError(f"cannot place {parameter_bytes} bytes of parameters on {dp} data-parallel ranks")
     ranks = [dp if zero >= stage else 1 for stage in (3, 2, 1)]
     trained = parameter_bytes if trainable_bytes is None else trainable_bytes
+    element = DTYPE_BYTES[dtype]
+    elements = trained // element
     moments = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}[optimizer] * trained
-    if master_weights:
-        moments += trained // DTYPE_BYTES[dtype] * DTYPE_BYTES["float32"]
-    sizes = (parameter_bytes, trained, moments)
+    sizes = (
+        parameter_bytes // element * software.weight_bytes if software.weight_bytes else parameter_bytes,
+        elements * software.gradient_bytes if software.gradient_bytes else trained,
+        elements * software.optimizer_bytes if software.optimizer_bytes else moments,
+    )
     return StateBytes(*(-(-size // n) for size, n in zip(sizes, ranks, strict=True)))
 
 

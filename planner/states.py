@@ -7,21 +7,28 @@ Of W bytes of trainable weights on N ranks of dp (see costmodels.memory for what
     ZeRO 2     a micro-batch      reduce-scatter W, during backward; once a step all-gather W after the update
     ZeRO 3     a micro-batch      all-gather W during forward; all-gather and reduce-scatter W during backward
 
-What overlaps with a backward of b is exposed as max(0, . - b). Of what is done once a step everything is exposed for the first
-segment, whose backward is the last to finish; under zero-bubble, which reduces when backward is over; and on a CPU, which has
-no engine of its own for copies. Shards are cut along dim 0, so the first rank holds ceil(rows / N) rows. ZeRO-1 and 2 leave
-scalars whole, ZeRO-3 weights that several segments use: these have no single owner to gather them.
+What takes t and overlaps with operators of w slows them down by s t (``overlap_slowdown``), and so is exposed as
+
+    max(s t, t - (1 - s) w)
+
+Of what is done once a step everything is exposed for the first segment, whose backward is the last to finish; under
+zero-bubble and software that reduces when backward is over; and on a CPU, which has no engine of its own for copies. Shards
+are cut along dim 0, so the first rank holds ceil(rows / N) rows. ZeRO-1 and 2 leave scalars whole, ZeRO-3 weights that several
+segments use: these have no single owner to gather them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from costmodels.collectives import collective_time_s
 from costmodels.compute import optimizer_step_s
-from costmodels.hardware import Cluster
-from costmodels.memory import gathered_bytes, state_bytes
+from costmodels.hardware import Cluster, Device
+from costmodels.memory import StateBytes, gathered_bytes, state_bytes
+from costmodels.operators import DTYPE_BYTES
+from costmodels.software import Software
 from planner.ir.graph import Leaf
 from planner.ir.mesh import Mesh
 
@@ -72,36 +79,40 @@ def states(
     cut = [leaf for leaf in trainable if _is_cut(leaf, weights, stage)]
     names = {leaf.name for leaf in cut}
     whole = [leaf for leaf in trainable if leaf.name not in names]
-    held = [state_bytes(leaf.value.size_bytes, leaf.value.dtype, optimizer, 0, dp) for leaf in whole]
-    held += [state_bytes(padded_bytes(leaf, dp), leaf.value.dtype, optimizer, stage, dp) for leaf in cut]
-    if stage < 3:  # whole, without what fills shards up
-        weights_bytes, gradients_bytes = _bytes(trainable), _bytes(trainable)
-    else:
-        weights_bytes, gradients_bytes = sum(h.weights_bytes for h in held), 0
-    if stage >= 2:
-        gradients_bytes = sum(h.gradients_bytes for h in held)
-    overlaps = cluster.device.kind != "cpu"
+    software = cluster.software
 
-    def seconds(kind: str, size: int, axis: str = "dp") -> float:
+    def state(leaf: Leaf, size: int, stage: int) -> StateBytes:
+        return state_bytes(size, leaf.value.dtype, optimizer, stage, dp, software=software)
+
+    held = [state(leaf, leaf.value.size_bytes, 0) for leaf in whole]
+    held += [state(leaf, padded_bytes(leaf, dp), stage) for leaf in cut]
+    uncut = [state(leaf, leaf.value.size_bytes, 0) for leaf in trainable]  # without what fills shards up
+    weights_bytes = sum(h.weights_bytes for h in (uncut if stage < 3 else held))
+    gradients_bytes = sum(h.gradients_bytes for h in (uncut if stage < 2 else held))
+
+    def seconds(kind: str, size: float, axis: str = "dp") -> float:
         return collective_time_s(kind, size, mesh.degree(axis), mesh.stride(axis), cluster) if size else 0.0
 
     def exposed(time_s: float, hiding_s: float) -> float:
-        return max(0.0, time_s - hiding_s) if overlaps else time_s
+        return exposed_s(time_s, hiding_s, cluster.device)
 
-    is_last = weights.first or not reduces_in_backward
+    waits = weights.first or not reduces_in_backward or reduces_alone(cluster)
 
     def last(time_s: float) -> float:
-        return time_s if is_last else exposed(time_s, backward_s)
+        return time_s if waits else exposed(time_s, backward_s)
+
+    def unhidden_part(time_s: float) -> float:
+        return time_s if waits else exposed(time_s, math.inf)
 
     cut_bytes = _bytes(cut)
-    gather, scatter = seconds("all_gather", cut_bytes), seconds("reduce_scatter", cut_bytes)
-    sync = last(seconds("all_reduce", _bytes(whole))) if dp > 1 else 0.0
-    unhidden = sync if is_last or not overlaps else 0.0
+    gather, scatter = seconds("all_gather", cut_bytes), seconds("reduce_scatter", _travelling_bytes(cut, software))
+    reduce = seconds("all_reduce", _travelling_bytes(whole, software)) if dp > 1 else 0.0
+    sync, unhidden = last(reduce), unhidden_part(reduce)
     ahead = behind = 0.0
     temporary = 0
     if stage == 1:
         sync += last(scatter) + gather
-        unhidden += scatter if is_last or not overlaps else 0.0
+        unhidden += unhidden_part(scatter)
     elif stage == 2:
         behind = exposed(scatter, backward_s)
         sync += last(scatter) - behind + gather
@@ -126,7 +137,46 @@ def states(
         behind,
         sync,
         unhidden,
-        optimizer_step_s(_reduced_bytes(trainable, names, dp), optimizer, cluster.device),
+        _update_s(trainable, names, dp, optimizer, cluster),
+    )
+
+
+def exposed_s(time_s: float, hiding_s: float, device: Device) -> float:
+    """Of communication of ``time_s`` behind operators of ``hiding_s``: what it adds to their time."""
+    if device.kind == "cpu":
+        return time_s
+    slowdown = device.overlap_slowdown
+    return max(slowdown * time_s, time_s - (1 - slowdown) * hiding_s)
+
+
+def reduces_alone(cluster: Cluster) -> bool:
+    """Whether nothing overlaps with the reduction of gradients over dp."""
+    return cluster.device.kind == "cpu" or not cluster.software.overlaps_reduction
+
+
+def update_moves(leaf: Leaf, software: Software) -> float:
+    """Bytes the optimizer moves of each of a weight; 0: the usual."""
+    return software.update_bytes / DTYPE_BYTES[leaf.value.dtype]
+
+
+def reduced_ratio(leaf: Leaf, software: Software) -> float:
+    """Bytes that travel of each of a gradient."""
+    return software.reduced_bytes / DTYPE_BYTES[leaf.value.dtype] if software.reduced_bytes else 1.0
+
+
+def _travelling_bytes(leaves: Sequence[Leaf], software: Software) -> float:
+    return sum(leaf.value.size_bytes * reduced_ratio(leaf, software) for leaf in leaves)
+
+
+def _update_s(trainable: Sequence[Leaf], cut: set[str], dp: int, optimizer: str, cluster: Cluster) -> float:
+    launches = cluster.software.update_launches * len(trainable) or 1
+    sizes: dict[float, int] = {}
+    for leaf in trainable:
+        moves = update_moves(leaf, cluster.software)
+        sizes[moves] = sizes.get(moves, 0) + _reduced_bytes([leaf], cut, dp)
+    kinds = len(sizes) or 1
+    return sum(
+        optimizer_step_s(size, optimizer, cluster.device, -(-launches // kinds), moves) for moves, size in sizes.items()
     )
 
 

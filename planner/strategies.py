@@ -9,10 +9,13 @@
     pp2.dp2.tp2 mb=8 zero=3 recompute=full schedule=1f1b        any mix; what is left out has the default below
     pp2 mb=8 schedule=interleaved v=2                           v stages on each pipeline rank (zero-bubble too)
 
+    pp4.tp2 mb=8 split=layers sequence=whole                    as Megatron-LM of 2021 does it
+
 ``mb`` is the number of micro-batches of a step. A batch that dp or mb does not divide is dealt as evenly as can be.
 Defaults: mb=1 without stages, else the largest divisor of a dp rank's batch up to 4 a stage (4 a stage where it has none
 as large as the number of stages), such that the schedule exists; zero=0; recompute=none; schedule=interleaved where v is
-given, else 1f1b where there are enough micro-batches, else gpipe; v=2 for interleaved, else 1.
+given, else 1f1b where there are enough micro-batches, else gpipe; v=2 for interleaved, else 1; split=time: stages of even
+time, not of equally many layers; sequence=cut: norms on tp may cut tokens among them (sequence parallelism).
 """
 
 from __future__ import annotations
@@ -28,13 +31,19 @@ from planner.ir.mesh import Mesh
 from planner.ir.plan import RECOMPUTATIONS, SCHEDULES, Plan
 from planner.schedules import IN_ROUNDS, INTERLEAVED, ZERO_BUBBLE, check, in_equal_rounds
 from planner.segment_cost import SegmentCost
+from planner.segments import segment_kinds
 from planner.sharding_rules import Strategy
 from planner.solve.configuration import FAST, Evaluator
 from planner.solve.space import Configuration, divisors
 
 NAMED = ("ddp", "fsdp", "tp", "model", "gpipe", "1f1b")
 MEGATRON = "megatron"
+MEGATRON_WHOLE = "megatron, whole sequences"
 MICRO_BATCHES_A_STAGE = 4
+WORDS = {
+    "recompute": RECOMPUTATIONS, "schedule": SCHEDULES, "split": ("time", "layers"), "sequence": ("cut", "whole"),
+}  # fmt: skip
+NORMS = frozenset({"layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"})
 WEIGHT_LETTERS = {
     "linear": "io", "addmm": "io", "conv1d": "cog", "conv2d": "cog", "conv3d": "cog", "embedding": "vh", "mm": "io",
 }  # fmt: skip
@@ -51,6 +60,8 @@ class HandPicked:
     recompute: str = "none"
     schedule: str | None = None
     chunks: int | None = None
+    split: str = "time"
+    sequence: str = "cut"
 
 
 def parse_strategy(text: str, gpus: int) -> HandPicked:
@@ -72,6 +83,8 @@ def parse_strategy(text: str, gpus: int) -> HandPicked:
         str(options.get("recompute", "none")),
         options.get("schedule"),  # type: ignore[arg-type]
         options.get("v"),  # type: ignore[arg-type]
+        str(options.get("split", "time")),
+        str(options.get("sequence", "cut")),
     )
 
 
@@ -102,12 +115,13 @@ def _options(words: Sequence[str], text: str) -> dict[str, int | str]:
             found[key] = int(value)
         elif key == "zero" and value in ("0", "1", "2", "3"):
             found[key] = int(value)
-        elif (key == "recompute" and value in RECOMPUTATIONS) or (key == "schedule" and value in SCHEDULES):
+        elif value in WORDS.get(key, ()):
             found[key] = value
         else:
             raise BadInput(
                 f"strategy {text!r}: {word!r} is not an option; the options are mb=<number>, zero=0|1|2|3, "
-                f"recompute={'|'.join(RECOMPUTATIONS)}, schedule={'|'.join(SCHEDULES)}, v=<stages a rank>"
+                + ", ".join(f"{name}={'|'.join(words)}" for name, words in WORDS.items())
+                + ", v=<stages a rank>"
             )
     return found
 
@@ -156,11 +170,17 @@ def plan_by_hand(evaluator: Evaluator, text: str) -> Plan:
             "out, or use another schedule"
         )
     evaluator.split(mesh.dp, micro_batches)
-    letters = (
-        evaluator.letters(configuration, MEGATRON, megatron) if mesh.tp > 1 else evaluator.letters(configuration, FAST)
-    )
+    if mesh.tp == 1:
+        letters = evaluator.letters(configuration, FAST)
+    elif picked.sequence == "cut":
+        letters = evaluator.letters(configuration, MEGATRON, megatron)
+    else:
+        letters = evaluator.letters(configuration, MEGATRON_WHOLE, megatron_whole)
     recompute = (picked.recompute,) * evaluator.segments
-    stages = even_stages(evaluator.costs(configuration, letters), recompute, mesh.pp * chunks)
+    if picked.split == "layers":
+        stages = even_layers(segment_kinds(evaluator.graph), mesh.pp * chunks)
+    else:
+        stages = even_stages(evaluator.costs(configuration, letters), recompute, mesh.pp * chunks)
     return evaluator.build_plan(configuration, letters, stages, recompute, text, notes=notes)
 
 
@@ -192,6 +212,25 @@ def megatron(node: Node, strategy: Strategy) -> bool:
     """
     letters = WEIGHT_LETTERS.get(node.base)
     return letters is None or (strategy.letter != "" and strategy.letter in letters)
+
+
+def megatron_whole(node: Node, strategy: Strategy) -> bool:
+    """The same, with norms on whole sequences, as before Korthikanti and others, 2022."""
+    return megatron(node, strategy) and (node.base not in NORMS or strategy.name == "R")
+
+
+def even_layers(kinds: Sequence[int], count: int) -> tuple[tuple[int, int], ...]:
+    """``count`` stages of equally many (one more in the first ones) of the segments that repeat; ``kinds``: of each segment.
+
+    What stands before the first of them goes to the first stage, what comes after one to its stage.
+    """
+    repeated = [number for number, kind in enumerate(kinds) if kinds.count(kind) > 1]
+    if len(repeated) < count:
+        repeated = list(range(len(kinds)))
+    each, more = divmod(len(repeated), count)
+    firsts = [repeated[stage * each + min(stage, more)] for stage in range(1, count)]
+    edges = [0, *firsts, len(kinds)]
+    return tuple(zip(edges, edges[1:], strict=False))
 
 
 def even_stages(costs: Sequence[SegmentCost], recompute: Sequence[str], count: int) -> tuple[tuple[int, int], ...]:

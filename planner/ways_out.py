@@ -198,7 +198,7 @@ def least_states_bytes(problem: Problem) -> float:
     for leaf in problem.graph.leaves_of("parameter"):
         size = leaf.value.size_bytes
         if leaf.trainable:
-            held = state_bytes(size, leaf.value.dtype, problem.optimizer, 0, 1)
+            held = state_bytes(size, leaf.value.dtype, problem.optimizer, 0, 1, software=problem.cluster.software)
             total += held.weights_bytes + held.gradients_bytes + held.optimizer_bytes
         else:
             total += size

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from costmodels.memory import OPTIMIZERS, Saved, gathered_bytes, saved_for_backward_bytes, state_bytes
 from costmodels.operators import Tensor, argument_hint, size_bytes
+from costmodels.software import Software
 
 ATEN = torch.ops.aten
 Call = tuple[Any, ...]
@@ -273,8 +274,8 @@ def test_state_by_hand() -> None:
     adamw = state_bytes(1000, "bfloat16")
     assert (adamw.weights_bytes, adamw.gradients_bytes, adamw.optimizer_bytes) == (1000, 1000, 2000)
     assert adamw.total_bytes == 4000
-    mixed = state_bytes(1000, "bfloat16", master_weights=True)
-    assert mixed.optimizer_bytes == 2000 + 2000
+    mixed = state_bytes(1000, "bfloat16", software=Software(optimizer_bytes=12, gradient_bytes=4))
+    assert (mixed.weights_bytes, mixed.gradients_bytes, mixed.optimizer_bytes) == (1000, 2000, 6000)
     assert state_bytes(1000, "float32", "sgd").optimizer_bytes == 0
     assert state_bytes(1000, "float32", "sgd-momentum").optimizer_bytes == 1000
     sharded = state_bytes(1001, "float32", zero=3, dp=4)

@@ -40,6 +40,7 @@ from planner.schedules import ZERO_BUBBLE
 from planner.solve.configuration import Evaluator, letters_mesh, letters_zero
 from planner.solve.space import Configuration, Part, Region, Shape, Space, schedules
 from planner.solve.work import SegmentWork
+from planner.states import reduces_alone
 
 Work = Sequence[SegmentWork]  # of every segment, for one micro-batch
 
@@ -155,7 +156,9 @@ class Bounds:
     def _of_work_s(self, shape: Shape) -> float:
         """The bound of a shape without its program; infinite where the batch cannot be cut so."""
         try:
-            return self._shape_s(shape, self.evaluator.work(shape.mesh.dp, shape.micro_batches, cut=shape.mesh.tp > 1), 0.0)
+            return self._shape_s(
+                shape, self.evaluator.work(shape.mesh.dp, shape.micro_batches, cut=shape.mesh.tp > 1), 0.0
+            )
         except BadInput:
             return math.inf
 
@@ -180,8 +183,8 @@ class Bounds:
         )
         once_s = sum(c.gradient_sync_per_step_s + c.optimizer_per_step_s for c in ideal) / mesh.tp
         work_s = sum(f + b for f, b, _ in own)
-        on_cpu = self.evaluator.problem.cluster.device.kind == "cpu"  # there the program counts what travels on dp
-        unhidden_s = 0.0 if on_cpu else sum(c.unhidden_per_step_s for c in ideal) / mesh.tp
+        counted = reduces_alone(self.evaluator.problem.cluster)  # the program counts what travels on dp
+        unhidden_s = 0.0 if counted else sum(c.unhidden_per_step_s for c in ideal) / mesh.tp
         least_s = max(least_s + unhidden_s, m * work_s + once_s) + m * again_s
         transfer_s = self.evaluator.transfer_s(part)
         bound_s = schedule_bound_s(own, least_s, mesh.pp, m, part.schedule, part.chunks, transfer_s)

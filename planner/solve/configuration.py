@@ -122,7 +122,9 @@ class Evaluator:
         cluster = self._cuttable if cut else self.problem.cluster
         key = (*pieces, cluster is not self.problem.cluster)
         if key not in self._work:
-            work = work_of_segments(self.split(*pieces).graph, Pricing(cluster, Mesh(dp=pieces[0]), self.problem.optimizer))
+            work = work_of_segments(
+                self.split(*pieces).graph, Pricing(cluster, Mesh(dp=pieces[0]), self.problem.optimizer)
+            )
             self._work[key] = tuple(work[i] for i in self.folded.origin)
         return self._work[key]
 
@@ -288,8 +290,9 @@ class Evaluator:
         """What all weights would take with gradients and optimizer state if each took what the least of them takes a byte."""
         optimizer, zero, dp = self.problem.optimizer, configuration.zero, configuration.mesh.dp
         sizes, kinds = self._weights
+        software = self.problem.cluster.software
         each = [
-            state_bytes(10**6, dtype, optimizer, zero, dp).total_bytes / 10**6 if trainable else 1.0
+            state_bytes(10**6, dtype, optimizer, zero, dp, software=software).total_bytes / 10**6 if trainable else 1.0
             for trainable, dtype in kinds
         ]
         return min(each, default=0.0) * sizes

@@ -13,6 +13,7 @@ from planner.ir.graph import Graph, Leaf, Node, Ref, Value, map_refs
 from planner.ir.layout import REPLICATED, Pair
 from planner.sharding_rules import Strategy
 from planner.sharding_rules.localise import localise
+from planner.states import reduced_ratio, reduces_alone, update_moves
 
 MICROSECONDS_PER_S = 1e6
 
@@ -54,15 +55,17 @@ def parameter_step_s(local: Value, leaf: Leaf, pair: Pair, pricing: Pricing) -> 
     mesh, cluster = pricing.mesh, pricing.cluster
     size = local.size_bytes
     updated = size if pricing.zero == 0 else size // mesh.dp  # and summed over tp
-    total = optimizer_step_s(updated, pricing.optimizer, cluster.device, launches=0)
+    total = optimizer_step_s(
+        updated, pricing.optimizer, cluster.device, launches=0, moves=update_moves(leaf, cluster.software)
+    )
     if pair == REPLICATED and mesh.tp > 1:
         total += reduction_s(updated, mesh.tp, mesh.stride("tp"), cluster)
-    if mesh.dp > 1 and pricing.zero < 3 and cluster.device.kind == "cpu":  # elsewhere backward hides it
-        total += reduction_s(size, mesh.dp, mesh.stride("dp"), cluster)
+    if mesh.dp > 1 and pricing.zero < 3 and reduces_alone(cluster):  # elsewhere backward hides it
+        total += reduction_s(size * reduced_ratio(leaf, cluster.software), mesh.dp, mesh.stride("dp"), cluster)
     return max(total, 0.0)
 
 
-def reduction_s(size: int, degree: int, stride: int, cluster: Cluster) -> float:
+def reduction_s(size: float, degree: int, stride: int, cluster: Cluster) -> float:
     return collective_time_s("all_reduce", size, degree, stride, cluster)
 
 
@@ -71,9 +74,13 @@ def gathering_s(local: Value, leaf: Leaf, pricing: Pricing) -> float:
     mesh = pricing.mesh
     if not leaf.trainable or mesh.dp == 1:
         return 0.0
-    moves = (("all_gather", 2), ("reduce_scatter", 1))
+    ratio = reduced_ratio(leaf, pricing.cluster.software)
+    moves = (("all_gather", 2, 1.0), ("reduce_scatter", 1, ratio))
 
     def seconds(size: int) -> float:
-        return sum(n * collective_time_s(kind, size, mesh.dp, mesh.stride("dp"), pricing.cluster) for kind, n in moves)
+        return sum(
+            n * collective_time_s(kind, size * part, mesh.dp, mesh.stride("dp"), pricing.cluster)
+            for kind, n, part in moves
+        )
 
     return seconds(local.size_bytes) - seconds(0)

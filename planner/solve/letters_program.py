@@ -8,8 +8,9 @@
                      q[c,f,t] <= e[v,f,t]                               a conversion is paid once for all its consumers
 
     hold             sum_v,f bytes[v,f] x[v,f] <= share of all weights       where they would not fit otherwise
-    exposed          E_k >= moves_k - work_k                        under ZeRO-3, of equal segments k: what of moving the weights
-                     over dp is not hidden behind operators and conversions (E_k is added to the cost)
+    exposed          E_k >= moves_k - (1 - s) work_k                under ZeRO-3, of equal segments k: what of moving the weights
+                     E_k >= s moves_k                               over dp operators and conversions do not hide
+                                                                    (planner.states; E_k is added to the cost)
 
 X[v,f] is the sum of x over the producer's strategies whose result has pair f; X[c,t] likewise over the consumer's operands.
 Only x is integer: with these flows the relaxation has been integral on every transformer tried.
@@ -173,7 +174,7 @@ class LettersProgram:
         return self.program.row(shares)
 
     def _exposed(self) -> list[tuple[int, int]]:
-        """Of each kind of segments the row of what ZeRO-3 exposes, which holds from when ``solve`` says so, and its variable.
+        """Of each kind of segments the rows of what ZeRO-3 exposes, which hold from when ``solve`` says so, and their variable.
 
         Forward and backward together expose no less than what moves in both beyond the work of both.
         """
@@ -187,11 +188,15 @@ class LettersProgram:
                     moved_s = gathering_s(self._local(leaf, pair), leaf, self.pricing)
                     terms[x] = terms.get(x, 0.0) + count * moved_s * MICROSECONDS_PER_S
         rows = []
+        slowdown = self.pricing.cluster.device.overlap_slowdown
         for kind, terms in moves.items():
             exposed = self.program.variable(math.inf)
+            least = [(x, slowdown * moved_us) for x, moved_us in terms.items()]
             for x, work_us in self.work.get(kind, {}).items() if overlaps else ():
-                terms[x] = terms.get(x, 0.0) - work_us
+                terms[x] = terms.get(x, 0.0) - (1 - slowdown) * work_us
             rows.append((self.program.row([*terms.items(), (exposed, -1.0)]), exposed))
+            if overlaps and slowdown:
+                rows.append((self.program.row([*least, (exposed, -1.0)]), exposed))
         return rows
 
     def _leaf_weight(self, leaf: Leaf) -> int:

@@ -1,0 +1,65 @@
+"""What runs a training step around its operators, as data: how a framework keeps, reduces and updates weights.
+
+The default is this project's runtime. Others are described to price what they ran, so that predictions can be held
+against published measurements (benchmarks.published); files in ``costmodels/software``, each number with its source:
+
+    name = "..."
+    launch_s = 20e-6
+    [sources]
+    launch_s = "..."
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields
+from importlib import resources
+
+
+@dataclass(frozen=True)
+class Software:
+    """0 stands for what follows from the dtype of a weight and the optimizer.
+
+    ``launch_s``: least seconds between the starts of two operators, where that is more than the device's own
+    ``kernel_launch_s``. ``overlaps_reduction``: gradients are reduced over dp while backward goes on, not after.
+    Bytes of one element: ``weight_bytes``, ``gradient_bytes``, ``optimizer_bytes`` as held all step long;
+    ``reduced_bytes`` as its gradient travels; ``update_bytes`` moved by the optimizer. ``update_launches``: operators of
+    the update, for each weight tensor; 0: one a segment.
+    """
+
+    name: str = "meshwright"
+    launch_s: float = 0.0
+    overlaps_reduction: bool = True
+    weight_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    reduced_bytes: int = 0
+    update_bytes: int = 0
+    update_launches: int = 0
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name not in ("name", "overlaps_reduction") and value < 0:
+                raise ValueError(f"software {self.name}: {f.name} is {value}; it must be 0 or more")
+
+
+OURS = Software()
+
+
+def software_names() -> tuple[str, ...]:
+    """The names ``load_software`` knows, sorted; the first is this project's own."""
+    folder = resources.files(__package__).joinpath("software")
+    names = sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
+    return (OURS.name, *names)
+
+
+def load_software(name: str) -> Software:
+    """The description of that name. Raises ValueError for another."""
+    if name == OURS.name:
+        return OURS
+    if name not in software_names():
+        raise ValueError(f"there is no software {name!r}; the cost model knows {', '.join(software_names())}")
+    text = resources.files(__package__).joinpath("software", f"{name}.toml").read_text(encoding="utf-8")
+    data = {key: value for key, value in tomllib.loads(text).items() if key != "sources"}
+    return Software(**data)
