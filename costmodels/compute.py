@@ -4,10 +4,10 @@ A roofline: an operator takes the longer of computing and moving.
 
     work = max(flops / (peak x matmul_efficiency), bytes / (bandwidth x memory_efficiency))
 
-A GPU works off what the host sends it, so an operator ends no sooner than the host can send the next; a CPU does both
-itself (``on_device_s``):
+A CPU launches operators itself (``on_device_s``); a GPU works them off while the host launches further ones, so that a
+sequence takes as long as the slower of both (``Device.host_s``):
 
-    time = max(work, kernel_launch)   GPU            time = work + kernel_launch   CPU
+    sum(work + kernel_launch)   CPU            max(sum work, sum kernel_launch)   GPU
 
 A matrix product (m x k by k x n, ``batch`` of them) is cut into tiles that the device's c multiprocessors work off in
 rounds. The library picks the fastest of a few tiles (_TILES): large ones, of T x T (``matmul_tile``) and twice as many
@@ -78,7 +78,10 @@ _OPTIMIZER_MOVES = {"adamw": 7, "adam": 7, "sgd-momentum": 5, "sgd": 3}
 
 @dataclass(frozen=True)
 class OperatorTime:
-    """One call of an operator: ``*_flops`` by definition (no deduction for a causal mask), ``*_bytes`` of traffic."""
+    """One call of an operator: ``*_flops`` by definition (no deduction for a causal mask), ``*_bytes`` of traffic.
+
+    ``*_s`` on the device; a GPU's host launches ``*_launches`` kernels meanwhile.
+    """
 
     forward_s: float
     backward_s: float
@@ -86,9 +89,11 @@ class OperatorTime:
     backward_flops: int
     forward_bytes: int
     backward_bytes: int
+    forward_launches: int = 1
+    backward_launches: int = 1
 
 
-NO_TIME = OperatorTime(0.0, 0.0, 0, 0, 0, 0)
+NO_TIME = OperatorTime(0.0, 0.0, 0, 0, 0, 0, 0, 0)
 
 
 def operator_flops(op: str, input_shapes: tuple[Shape, ...], output_shapes: tuple[Shape, ...], hint: Hint = ()) -> int:
@@ -120,9 +125,8 @@ def matmul_time_s(product: Matmul, dtype: str, device: Device) -> float:
 
 
 def on_device_s(work_s: float, device: Device, launches: int = 1) -> float:
-    """Seconds from the start of an operator of ``work_s`` in ``launches`` kernels to the start of the next."""
-    host_s = launches * device.kernel_launch_s
-    return work_s + host_s if device.kind == "cpu" else max(work_s, host_s)
+    """Seconds an operator of ``work_s`` in ``launches`` kernels keeps the device."""
+    return work_s + launches * device.kernel_launch_s if device.kind == "cpu" else work_s
 
 
 def _rounds_flops(product: Matmul, device: Device) -> float:
@@ -177,7 +181,7 @@ def operator_time_s(
     forward_bytes = _forward_bytes(name, input_tensors, output_tensors)
     forward_s = _plain_s(flops, forward_bytes, device)
     if not any(needs_grad):
-        return OperatorTime(forward_s, 0.0, flops, 0, forward_bytes, 0)
+        return OperatorTime(forward_s, 0.0, flops, 0, forward_bytes, 0, 1, 0)
     backward_bytes = _backward_bytes(op, input_tensors, output_tensors, needs_grad, device, hint)
     backward_flops = flops * sum(needs_grad)
     backward_s = _plain_s(backward_flops, backward_bytes, device)
@@ -202,7 +206,8 @@ def optimizer_step_s(
         raise ValueError(f"unknown optimizer {optimizer!r}; the cost model knows {', '.join(_OPTIMIZER_MOVES)}")
     if parameter_bytes == 0:
         return 0.0
-    return on_device_s(_move_s((moves or _OPTIMIZER_MOVES[optimizer]) * parameter_bytes, device), device, launches)
+    move_s = _move_s((moves or _OPTIMIZER_MOVES[optimizer]) * parameter_bytes, device)
+    return max(on_device_s(move_s, device, launches), device.host_s(launches))
 
 
 def _move_s(moved_bytes: float, device: Device) -> float:
@@ -240,11 +245,13 @@ def _products(
     forward_s = sum(matmul_time_s(product, dtype, device) for product in products)
     backward_s = sum(matmul_time_s(product, dtype, device) for product in backward)
     backward_bytes = sum(_matmul_bytes(product, dtype) for product in backward)
+    launches = len(backward)
     bias = addend(name)
     if bias is not None and bias < len(inputs) and needs_grad[bias]:
         summed_bytes = size_bytes(outputs[0]) + size_bytes(inputs[bias])
         backward_s += on_device_s(_move_s(summed_bytes, device), device)
         backward_bytes += summed_bytes
+        launches += 1
     return OperatorTime(
         forward_s,
         backward_s,
@@ -252,6 +259,8 @@ def _products(
         sum(product.flops for product in backward),
         sum(_matmul_bytes(product, dtype) for product in products),
         backward_bytes,
+        len(products),
+        launches,
     )
 
 
@@ -277,11 +286,11 @@ def _attention(
     forward_bytes = operands + matrix_bytes
     forward_s = on_device_s(max(work * flops / rate, _move_s(forward_bytes, device)), device, launches)
     if not any(needs_grad):
-        return OperatorTime(forward_s, 0.0, flops, 0, forward_bytes, 0)
+        return OperatorTime(forward_s, 0.0, flops, 0, forward_bytes, 0, launches, 0)
     backward_flops = int(ratio * flops)
     backward_bytes = 2 * operands + matrix_bytes
     backward_s = on_device_s(max(work * backward_flops / rate, _move_s(backward_bytes, device)), device, launches)
-    return OperatorTime(forward_s, backward_s, flops, backward_flops, forward_bytes, backward_bytes)
+    return OperatorTime(forward_s, backward_s, flops, backward_flops, forward_bytes, backward_bytes, launches, launches)
 
 
 def _forward_bytes(name: str, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> int:

@@ -104,6 +104,10 @@ class Device:
     def __hash__(self) -> int:
         return self._hash
 
+    def host_s(self, launches: int) -> float:
+        """The least time the host takes for so many operators while a GPU works; on a CPU it is part of their own time."""
+        return launches * self.kernel_launch_s if self.kind != "cpu" else 0.0
+
     def peak(self, dtype: str) -> float:
         """Peak operations per second in ``dtype``; that of float32 where the device lists none."""
         return self.peak_flops_per_s.get(dtype) or self.peak_flops_per_s["float32"]

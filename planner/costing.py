@@ -14,13 +14,13 @@ Conversions on tp are all exposed: the next operator needs them. What dp and ZeR
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import lru_cache
 
 from costmodels.collectives import LOCAL_MOVES, collective_time_s
 from costmodels.compute import copy_s, operator_time_s
-from costmodels.hardware import Cluster
+from costmodels.hardware import Cluster, Device
 from costmodels.memory import attention_statistics_bytes
 from costmodels.operators import attention_is_fused
 from planner.ir.graph import DTYPE_BYTES, Graph, Leaf, Node, Value
@@ -49,12 +49,17 @@ class Pricing:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of one call; ``*_communication_s`` are part of ``forward_s`` and ``backward_s``."""
+    """Seconds of one call on the device; ``*_communication_s`` are part of ``forward_s`` and ``backward_s``.
+
+    ``*_launches``: kernels that a GPU's host launches meanwhile.
+    """
 
     forward_s: float = 0.0
     backward_s: float = 0.0
     forward_communication_s: float = 0.0
     backward_communication_s: float = 0.0
+    forward_launches: int = 0
+    backward_launches: int = 0
 
     @property
     def total_s(self) -> float:
@@ -63,8 +68,23 @@ class Cost:
     def plus(self, other: Cost) -> Cost:
         return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
+    def with_host(self, device: Device) -> Cost:
+        """Of a sequence: as long as the device or the host takes for it."""
+        return replace(
+            self,
+            forward_s=max(self.forward_s, device.host_s(self.forward_launches)),
+            backward_s=max(self.backward_s, device.host_s(self.backward_launches)),
+        )
+
 
 FREE = Cost()
+
+
+def sum_of(costs: Iterable[Cost]) -> Cost:
+    total = FREE
+    for cost in costs:
+        total = total.plus(cost)
+    return total
 
 
 def node_cost(node: Node, values: Mapping[str, Value], pricing: Pricing) -> Cost:
@@ -84,6 +104,8 @@ def node_cost(node: Node, values: Mapping[str, Value], pricing: Pricing) -> Cost
         time.backward_s + inner.backward_s,
         inner.forward_s,
         inner.backward_s,
+        time.forward_launches + inner.forward_launches,
+        time.backward_launches + inner.backward_launches,
     )
 
 
@@ -117,16 +139,19 @@ def _inner_collectives(node: Node, inputs: Sequence[Value], pricing: Pricing) ->
     """Collectives inside operators that act over axes: statistics (2 c numbers each way), or max, sum and logit a token."""
     axes = dict(node.kwargs).get("axes", ())
     forward = backward = 0.0
+    launches = [0, 0]
     for axis in axes:
         degree, stride = pricing.mesh.degree(axis), pricing.mesh.stride(axis)
         if node.op == "batch_norm_over":
             size = 2 * inputs[0].shape[1] * DTYPE_BYTES[inputs[0].dtype]
             one = collective_time_s("all_reduce", size, degree, stride, pricing.cluster)
             forward, backward = forward + one, backward + one
+            launches = [launches[0] + 1, launches[1] + 1]
         elif node.op == "vocab_cross_entropy":
             size = inputs[1].numel * DTYPE_BYTES[inputs[0].dtype]
             forward += 3 * collective_time_s("all_reduce", size, degree, stride, pricing.cluster)
-    return Cost(forward, backward)
+            launches[0] += 3
+    return Cost(forward, backward, 0.0, 0.0, *launches)
 
 
 def whole_bytes(local: Value, pair: Pair, k: int) -> int:
@@ -144,7 +169,9 @@ def conversion_cost(whole: int, source: Pair, target: Pair, axis: str, pricing: 
     forward, backward = _conversion_s(
         whole, source, target, pricing.mesh.degree(axis), pricing.mesh.stride(axis), pricing.cluster
     )
-    return Cost(forward, backward, forward, backward) if forward or backward else FREE
+    return (
+        Cost(forward, backward, forward, backward, int(forward > 0), int(backward > 0)) if forward or backward else FREE
+    )
 
 
 @lru_cache(maxsize=65536)
@@ -165,8 +192,12 @@ def _move_s(move: str, whole: int, degree: int, stride: int, cluster: Cluster) -
 
 
 def graph_cost_s(graph: Graph, pricing: Pricing) -> float:
-    """Seconds of one forward and backward of all nodes of a lowered graph."""
-    return sum(node_cost(node, graph.values, pricing).total_s for node in graph.nodes)
+    """Seconds of one forward and backward of all nodes of a lowered graph, segment by segment."""
+    costs: dict[int, Cost] = {}
+    for node in graph.nodes:
+        number = max(node.segment, 0)
+        costs[number] = costs.get(number, FREE).plus(node_cost(node, graph.values, pricing))
+    return sum(cost.with_host(pricing.cluster.device).total_s for cost in costs.values())
 
 
 # --- segments ---------------------------------------------------------------------------------------------------------
@@ -222,9 +253,11 @@ def _segment_cost(
         of_weights = made_of_weights(graph, nodes)
         pairs = zip(nodes, costs, strict=True)
         for_weights = sum(weight_backward_s(node, cost, of_weights, graph, pricing) for node, cost in pairs)
-    forward, backward = sum(c.forward_s for c in costs), sum(c.backward_s for c in costs)
-    forward_comm = sum(c.forward_communication_s for c in costs)
-    backward_comm = sum(c.backward_communication_s for c in costs)
+    on_device = sum_of(costs)
+    elapsed = on_device.with_host(pricing.cluster.device)
+    forward, backward = elapsed.forward_s, elapsed.backward_s
+    if for_weights:  # the host's share of either part is as large as the device's
+        for_weights = min(backward, for_weights * (backward / on_device.backward_s))
     shared = frozenset(leaf.name for leaf in parameters if _is_shared(graph, leaf.name))
     held = states(
         Weights(parameters, shared, partial_on_tp, number == 0),
@@ -243,8 +276,8 @@ def _segment_cost(
     return SegmentCost(
         forward_s=forward + held.ahead_s,
         backward_s=backward + held.behind_s,
-        forward_communication_s=forward_comm + held.ahead_s,
-        backward_communication_s=backward_comm + held.behind_s,
+        forward_communication_s=elapsed.forward_communication_s + held.ahead_s,
+        backward_communication_s=elapsed.backward_communication_s + held.behind_s,
         activations_bytes=saved.own_bytes,
         input_bytes=sum(inputs.values()),
         weights_bytes=held.weights_bytes,
@@ -341,6 +374,8 @@ def _recomputations(
             if way == FUSED:
                 extra = attention_statistics_bytes(tensor(graph.values[node.operands[0]]))
                 stored[f"{node.name}, statistics"], held_anyway = extra, held_anyway + extra
+    device = pricing.cluster.device
+    full, selective = full.with_host(device), selective.with_host(device)
     own = sum(size for name, size in saved.own.items() if name not in inputs) + saved.extra
     kept = sum(inputs.values())
     held_anyway += sum(size for name, size in saved.own.items() if name in stored and name not in inputs)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from costmodels.collectives import collective_time_s
 from costmodels.compute import optimizer_step_s
 from costmodels.hardware import Cluster
-from planner.costing import Pricing, node_cost
+from planner.costing import Cost, Pricing, node_cost, sum_of
 from planner.ir.graph import Graph, Leaf, Node, Ref, Value, map_refs
 from planner.ir.layout import REPLICATED, Pair
 from planner.sharding_rules import Strategy
@@ -18,8 +18,8 @@ from planner.states import reduced_ratio, reduces_alone, update_moves
 MICROSECONDS_PER_S = 1e6
 
 
-def operator_price(node: Node, strategy: Strategy, graph: Graph, pricing: Pricing) -> tuple[float, int]:
-    """(microseconds, bytes of results held for backward) of an operator under a strategy: of the local nodes it becomes."""
+def operator_price(node: Node, strategy: Strategy, graph: Graph, pricing: Pricing) -> tuple[Cost, int]:
+    """(cost, bytes of results held for backward) of an operator under a strategy: of the local nodes it becomes."""
     k = pricing.mesh.degree("tp")
     own: dict[str, Value] = {}
     renamed = []
@@ -35,8 +35,8 @@ def operator_price(node: Node, strategy: Strategy, graph: Graph, pricing: Pricin
     nodes = localise(_with_operands(node, renamed), node, outputs, strategy, "tp", k)
     own.update((value.name, value) for made in nodes for value in made.outputs)
     values = ChainMap(own, dict(graph.values)) if any(n not in own for m in nodes for n in m.operands) else own
-    cost_us = sum(node_cost(made, values, pricing).total_s for made in nodes) * MICROSECONDS_PER_S
-    return cost_us, sum(value.size_bytes for value in outputs) if node.output.differentiable else 0
+    cost = sum_of(node_cost(made, values, pricing) for made in nodes)
+    return cost, sum(value.size_bytes for value in outputs) if node.output.differentiable else 0
 
 
 def _with_operands(node: Node, names: list[str]) -> Node:

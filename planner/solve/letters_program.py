@@ -7,6 +7,7 @@
                      sum_f q[c,f,t] = X[c,t]    for every target pair t  ... into the pair c asks for
                      q[c,f,t] <= e[v,f,t]                               a conversion is paid once for all its consumers
 
+    idle             I_k >= host_k - device_k                       of equal segments k, each way: what a GPU waits for the host
     hold             sum_v,f bytes[v,f] x[v,f] <= share of all weights       where they would not fit otherwise
     exposed          E_k >= moves_k - (1 - s) work_k                under ZeRO-3, of equal segments k: what of moving the weights
                      E_k >= s moves_k                               over dp operators and conversions do not hide
@@ -23,10 +24,10 @@ absolute. Ties are broken by memory, then by order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 
-from planner.costing import Pricing, conversion_cost
+from planner.costing import Cost, Pricing, conversion_cost
 from planner.ir.graph import Graph, Leaf, Node, Value
 from planner.ir.layout import REPLICATED, WHOLE, Pair
 from planner.segments import node_classes, segment_kinds
@@ -83,7 +84,10 @@ class LettersProgram:
         self.program = LinearProgram()
         # Kind of segment -> what its variables cost, for one micro-batch.
         self.work: dict[Hashable, dict[int, float]] = {}
-        self.conversions_us: dict[tuple[int, Pair, Pair], float] = {}
+        # Kind of segment and way -> what the host takes for its variables beyond the device, and the most they can sum to.
+        self.behind: dict[tuple[Hashable, str], dict[int, float]] = {}
+        self.most_behind: dict[tuple[Hashable, str], float] = {}
+        self.conversions: dict[tuple[int, Pair, Pair], Cost] = {}
         self.classes: dict[str, Hashable] = dict(node_classes(graph))
         self.kinds = segment_kinds(graph)
         self.representative: dict[Hashable, Node] = {}
@@ -99,13 +103,36 @@ class LettersProgram:
         self._conversions()
         self._loss()
         self.hold = self._hold()
+        self._idle()
         self.exposed = self._exposed()
 
-    def _pay(self, x: int, cost_us: float, segment: int) -> None:
-        """``segment``: one of those it is done in."""
-        self.program.price[x] += cost_us
-        work = self.work.setdefault(self.kinds[max(segment, 0)], {})
-        work[x] = work.get(x, 0.0) + cost_us
+    def _pay(self, costs: Mapping[int, Cost], count: int, segment: int) -> None:
+        """Of each variable what ``count`` of it cost in a segment like ``segment``; at most one of them is 1."""
+        kind = self.kinds[max(segment, 0)]
+        work = self.work.setdefault(kind, {})
+        device = self.pricing.cluster.device
+        behind_us: dict[str, dict[int, float]] = {"forward": {}, "backward": {}}
+        for x, cost in costs.items():
+            cost_us = count * cost.total_s * MICROSECONDS_PER_S
+            self.program.price[x] += cost_us
+            work[x] = work.get(x, 0.0) + cost_us
+            for way, terms in behind_us.items():
+                late_s = device.host_s(getattr(cost, f"{way}_launches")) - getattr(cost, f"{way}_s")
+                terms[x] = count * late_s * MICROSECONDS_PER_S
+        for way, terms in behind_us.items():
+            found = self.behind.setdefault((kind, way), {})
+            for x, late_us in terms.items():
+                found[x] = found.get(x, 0.0) + late_us
+            self.most_behind[kind, way] = self.most_behind.get((kind, way), 0.0) + max(0.0, *terms.values())
+
+    def _idle(self) -> None:
+        """What a GPU waits for its host in each kind of segments, forward and backward, where that can be at all."""
+        for place, terms in self.behind.items():
+            if self.pricing.cluster.device.kind != "cpu" and self.most_behind[place] > 0.0:
+                idle = self.program.variable(math.inf)
+                self.program.row([*terms.items(), (idle, -1.0)], upper=0.0)
+                self.program.price[idle] = 1.0
+                self.work[place[0]][idle] = 1.0
 
     def _weight(self, segment: int) -> int:
         return 1 if self.weights is None or segment < 0 else self.weights[segment]
@@ -124,9 +151,9 @@ class LettersProgram:
             elif keep is not None:
                 found = tuple(s for s in found if keep(node, s)) or found
             prices = [operator_price(node, s, self.graph, self.pricing) for s in found]
-            for x, (cost_us, held) in zip(self._one_strategy(key, found), prices, strict=True):
-                self._pay(x, self.count[key] * cost_us, node.segment)
-                self.bytes[x] = self.count[key] * held
+            variables = self._one_strategy(key, found)
+            self._pay(dict(zip(variables, (cost for cost, _ in prices), strict=True)), self.count[key], node.segment)
+            self.bytes.update((x, self.count[key] * held) for x, (_, held) in zip(variables, prices, strict=True))
 
     def _one_strategy(self, key: Hashable, found: tuple[Strategy, ...]) -> list[int]:
         variables = [self.program.variable(whole=True) for _ in found]
@@ -256,11 +283,11 @@ class LettersProgram:
             )
             if len(sources) == 1 and len(targets) == 1:
                 (source,), (target,) = sources, targets
-                cost = self._conversion_us(whole, source, target)
-                if cost and (source, target) not in paid:
+                cost = self._conversion(whole, source, target)
+                if cost.total_s and (source, target) not in paid:
                     paid[source, target] = self.program.variable()
-                    self._pay(paid[source, target], count * cost, segment)
-                if cost:
+                    self._pay({paid[source, target]: cost}, count, segment)
+                if cost.total_s:
                     self.program.lower[paid[source, target]] = 1.0
                 continue
             flows: dict[tuple[Pair, Pair], int] = {}
@@ -268,15 +295,15 @@ class LettersProgram:
                 for target in targets:
                     flow = self.program.variable()
                     flows[source, target] = flow
-                    cost = self._conversion_us(whole, source, target)
-                    if not cost:
+                    cost = self._conversion(whole, source, target)
+                    if not cost.total_s:
                         continue
                     if len(consumers) == 1:
-                        self._pay(flow, count * cost, segment)
+                        self._pay({flow: cost}, count, segment)
                         continue
                     if (source, target) not in paid:
                         paid[source, target] = self.program.variable()
-                        self._pay(paid[source, target], count * cost, segment)
+                        self._pay({paid[source, target]: cost}, count, segment)
                     self.program.row([(flow, 1.0), (paid[source, target], -1.0)], upper=0.0)
             for source, variables in sources.items():
                 self._equal([flows[source, target] for target in targets], variables)
@@ -287,12 +314,11 @@ class LettersProgram:
         """sum left = sum right."""
         self.program.row([*((x, 1.0) for x in left), *((x, -1.0) for x in right)], lower=0.0, upper=0.0)
 
-    def _conversion_us(self, whole: int, source: Pair, target: Pair) -> float:
+    def _conversion(self, whole: int, source: Pair, target: Pair) -> Cost:
         key = (whole, source, target)
-        if key not in self.conversions_us:
-            cost = conversion_cost(whole, source, target, "tp", self.pricing)
-            self.conversions_us[key] = cost.total_s * MICROSECONDS_PER_S
-        return self.conversions_us[key]
+        if key not in self.conversions:
+            self.conversions[key] = conversion_cost(whole, source, target, "tp", self.pricing)
+        return self.conversions[key]
 
     # --- solving ------------------------------------------------------------------------------------------------------
 
@@ -369,8 +395,7 @@ class LettersProgram:
         for strategy, x in zip(self.options[key], self.x[key], strict=True):
             pair = strategy.outputs[[v.name for v in producer.outputs].index(self.graph.loss)]
             if pair.value.kind != "P" and pair != WHOLE:
-                cost = self._conversion_us(value.size_bytes, pair, WHOLE)
-                self._pay(x, cost, producer.segment)
+                self._pay({x: self._conversion(value.size_bytes, pair, WHOLE)}, 1, producer.segment)
         for buffer, name in self.graph.writes:
             self._written(buffer, name)
 

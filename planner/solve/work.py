@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from planner.costing import Pricing, crossing, made_of_weights, node_cost, weight_backward_s
+from planner.costing import Pricing, crossing, made_of_weights, node_cost, sum_of, weight_backward_s
 from planner.ir.graph import Graph
 from planner.segments import segment_nodes
 
@@ -30,13 +30,12 @@ def work_of_segments(graph: Graph, pricing: Pricing) -> list[SegmentWork]:
         of_weights = made_of_weights(graph, nodes)
         costs = [node_cost(node, graph.values, pricing) for node in nodes]
         pairs = zip(nodes, costs, strict=True)
-        found.append(
-            SegmentWork(
-                sum(cost.forward_s for cost in costs),
-                sum(cost.backward_s for cost in costs),
-                sum(weight_backward_s(node, cost, of_weights, graph, pricing) for node, cost in pairs),
-            )
-        )
+        on_device = sum_of(costs)
+        elapsed = on_device.with_host(pricing.cluster.device)
+        for_weights = sum(weight_backward_s(node, cost, of_weights, graph, pricing) for node, cost in pairs)
+        if for_weights:
+            for_weights = min(elapsed.backward_s, for_weights * (elapsed.backward_s / on_device.backward_s))
+        found.append(SegmentWork(elapsed.forward_s, elapsed.backward_s, for_weights))
     return found
 
 
