@@ -24,7 +24,7 @@ class Sizes:
     ``rotary``: positions by rotation, and no biases; otherwise a table of ``length`` learned positions. ``experts``: in
     every second block the MLP is so many, each of one slot. ``fused``: attention in one kernel; else products, a softmax that
     masks as it goes, and a dropout, as Megatron-LM has it. ``dropout``: of attention and of what is added to the residual.
-    ``biases``: of linear layers and norms; None: where there is no rotation.
+    ``biases``: of linear layers and norms; None: where there is no rotation. ``float_loss``: of logits cast to float32.
     """
 
     layers: int
@@ -42,6 +42,7 @@ class Sizes:
     fused: bool = True
     dropout: float = 0.0
     biases: bool | None = None
+    float_loss: bool = False
 
     @property
     def biased(self) -> bool:
@@ -160,6 +161,8 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x = block(x, rotary)
         logits = self.head(self.norm(x))
+        if self.sizes.float_loss:
+            logits = logits.float()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def _rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

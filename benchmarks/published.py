@@ -106,12 +106,12 @@ def shape_of(row: Row, kind: str) -> Shape:
     vocabulary, length = number(row, "vocab", 51200), number(row, "seq_len")
     if kind == "llama":
         name = row["model"].lower().replace("llama-3.1", "llama-3")
-        return replace(SHAPES[name], length=length)
+        return replace(SHAPES[name], length=length, float_loss=True)
     if kind == "mpt":
-        return Shape("gpt", layers, hidden, heads, 0, 4 * hidden, vocabulary, length, biases=False)
+        return Shape("gpt", layers, hidden, heads, 0, 4 * hidden, vocabulary, length, biases=False, float_loss=True)
     block = 128 * number(row, "tp")
     padded = -(-vocabulary // block) * block
-    return Shape("gpt", layers, hidden, heads, 0, 4 * hidden, padded, length, fused=False, dropout=0.1)
+    return Shape("gpt", layers, hidden, heads, 0, 4 * hidden, padded, length, fused=False, dropout=0.1, float_loss=True)
 
 
 def strategy_of(row: Row, kind: str) -> str:
@@ -124,7 +124,8 @@ def strategy_of(row: Row, kind: str) -> str:
     words.append(f"recompute={recompute.split()[0]}")
     if pp > 1:
         words.append("split=layers")
-        words.append(f"schedule=interleaved v={chunks}" if chunks > 1 else "schedule=1f1b")
+        alone = "1f1b" if micro_batches >= pp else "gpipe"  # with fewer the order is the same
+        words.append(f"schedule=interleaved v={chunks}" if chunks > 1 else f"schedule={alone}")
     if tp > 1 and row.get("sequence_parallel") in ("0", "0.0"):
         words.append("sequence=whole")
     return " ".join(words)

@@ -50,6 +50,7 @@ class Shape:
     fused: bool = True
     dropout: float = 0.0
     biases: bool | None = None
+    float_loss: bool = False
 
 
 def gpt(layers: int, width: int, heads: int, length: int = 2048, vocabulary: int = 51200) -> Shape:
@@ -122,6 +123,7 @@ def sizes_of(shape: Shape) -> Sizes:
         fused=shape.fused,
         dropout=shape.dropout,
         biases=shape.biases,
+        float_loss=shape.float_loss,
     )
 
 
