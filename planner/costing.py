@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from fractions import Fraction
 from functools import lru_cache
 
 from costmodels.collectives import LOCAL_MOVES, collective_time_s
@@ -43,7 +42,7 @@ class Pricing:
     mesh: Mesh
     optimizer: str = "adamw"
     zero: int = 0
-    micro_batches: int | Fraction = 1
+    micro_batches: int = 1
     reduces_in_backward: bool = True
 
 

@@ -113,14 +113,26 @@ def test_no_strategies_take_less_than_the_bound_of_the_fast_ones(make: Callable[
 
 @pytest.mark.parametrize("make", [mlp, gpt_tied])
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_many_small_runs_cost_no_less_than_one(make: Callable[..., object], tp: int) -> None:
-    """What makes the bound of a region one: prices are subadditive in the rows."""
+@pytest.mark.parametrize("launch_s", [1e-6, 0.0])
+def test_many_small_runs_cost_no_less_than_one(make: Callable[..., object], tp: int, launch_s: float) -> None:
+    """What makes the bound of a region one: prices are subadditive in the rows, and no ZeRO stage updates less than a share."""
     graph = graph_of(make)
-    evaluator = Evaluator(made_problem(graph, made_up(8, gpus_per_node=4)))
+    evaluator = Evaluator(made_problem(graph, made_up(8, gpus_per_node=4, launch_s=launch_s, memory_bytes_per_s=1e9)))
+    whole_s = evaluator.least_s(tp, 1, 1)
     for dp, m in ((1, 2), (1, 4), (2, 1), (2, 2)):
-        steps = dp
-        whole_s = evaluator.least_s(tp, 1, 1, steps)
         assert whole_s <= dp * evaluator.least_s(tp, dp, m) * (1 + 1e-9), (dp, m)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_the_bound_of_a_region_holds_where_dp_shares_out_the_update(zero: int) -> None:
+    """Few rows, slow memory and fast links: the update takes most of the step."""
+    on = made_up(4, launch_s=0.0, latency_s=0.0, memory_bytes_per_s=1e8, link_bytes_per_s=1e12)
+    evaluator = Evaluator(made_problem(graph_of(mlp), on))
+    configuration = Configuration(Mesh(dp=2, tp=2), 1, zero, "1f1b")
+    costs = evaluator.costs(configuration, evaluator.letters(configuration))
+    found_s = min(x.step_time_s for x in every_estimate(costs, configuration, AMPLE))
+    region = Region(2, Mesh(dp=2, tp=2))
+    assert Bounds(evaluator, Space(on, 8, evaluator.segments)).of(region) <= found_s * (1 + 1e-9)
 
 
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=6), st.integers(1, 12))

@@ -1,7 +1,6 @@
 """Lower bounds of a step: of the parts of a space (``Bounds``), and from the work of its segments and the schedule alone.
 
-    region tp, dp      T >= min (W(all rows) + dp S) / (dp pp)              or that of a smaller dp
-                       or the least of its shapes
+    region tp, dp      T >= min (W(all rows) + S) / (dp pp), one program for all dp; or the least of its shapes
     shape              T >= schedule_bound_s, the least of all schedules, with  D >= min (M W(rows) + S) / dp,  M = dp m,
                        rows = batch / M: no ZeRO stage leaves a rank less than a dp-th of S
     configuration      the same, with  D >= min (m (W + E) + S) + A + U,  and what travels between stages: S and E, what
@@ -12,8 +11,7 @@
 W is the time of the operators and conversions of so many rows on the devices of a tp group, all stages together, S what their
 parameters cost once a step; the minimum is over all letters, with tp on the best links and nothing that travels on dp or
 between stages. A step takes as long as its slowest stage, so no less than the mean. W is subadditive, as the price of
-every operator and collective is: n runs of rows/n cost no less than one run of them all, so the bound of a region is one. It
-grows with dp, in the minimum as S weighs more.
+every operator and collective is: n runs of rows/n cost no less than one run of them all, so the bound of a region is one.
 
     pipeline_bound_s   t = time of one micro-batch      T >= a t / (1 - (1 - a/m)^pp)            gpipe and 1f1b: a = 1
 
@@ -89,9 +87,9 @@ class Bounds:
 
     def __init__(self, evaluator: Evaluator, space: Space) -> None:
         self.evaluator, self.space = evaluator, space
-        # Tp -> dp of regions -> seconds; tp -> micro-batches of all ranks of dp of shapes -> seconds; and of configurations,
+        # Tp -> seconds of regions; tp -> micro-batches of all ranks of dp of shapes -> seconds; and of configurations,
         # what their programs differ in -> micro-batches -> seconds.
-        self.of_regions: dict[int, dict[int, float]] = {}
+        self.of_regions: dict[int, float] = {}
         self.of_shapes: dict[int, dict[int, float]] = {}
         self.of_configurations: dict[tuple[Mesh, int, float], dict[int, float]] = {}
 
@@ -135,7 +133,7 @@ class Bounds:
         return self._known_of_shape_s(shape)
 
     def _region_s(self, region: Region, enough_s: float) -> float:
-        """From its shapes, or the nearest smaller dp whose program is solved, where that is enough; else by its own."""
+        """From its shapes, where that is enough, else from the program of its tp too."""
         mesh = region.mesh
         if mesh is None:
             regions = tuple(self.space.narrower(region))
@@ -146,12 +144,9 @@ class Bounds:
             return 0.0  # no shape is possible; each will say why
         if filled_s >= enough_s:
             return filled_s
-        solved = self.of_regions.setdefault(region.tp, {})
-        known = max((least_s for dp, least_s in solved.items() if dp <= mesh.dp), default=0.0) * share
-        if known < enough_s and mesh.dp not in solved:
-            solved[mesh.dp] = self.evaluator.least_s(region.tp, 1, 1, mesh.dp)
-            known = solved[mesh.dp] * share
-        return max(known, filled_s)
+        if region.tp not in self.of_regions:
+            self.of_regions[region.tp] = self.evaluator.least_s(region.tp, 1, 1)
+        return max(self.of_regions[region.tp] * share, filled_s)
 
     def _of_work_s(self, shape: Shape) -> float:
         """The bound of a shape without its program; infinite where the batch cannot be cut so."""

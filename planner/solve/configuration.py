@@ -153,17 +153,17 @@ class Evaluator:
             return dp, micro_batches
         return 1, pieces
 
-    def least_s(self, tp: int, dp: int, micro_batches: int, steps: int = 1) -> float:
+    def least_s(self, tp: int, dp: int, micro_batches: int) -> float:
         """Least seconds of all micro-batches on the devices of a tp group, in all stages together, under any letters.
 
-        Operators and conversions on tp, with the ranks of a group as neighbours, and what parameters cost once a step, as
-        often as ``steps`` says; nothing that travels on dp. Raises BadInput when the batch cannot be cut so.
+        Operators and conversions on tp, with the ranks of a group as neighbours, and what parameters cost once a step, in
+        dp-th shares; nothing that travels on dp. Raises BadInput when the batch cannot be cut so.
         """
         if tp == 1:
             return self.work_s(dp, micro_batches, cut=False) * micro_batches
         configuration = Configuration(Mesh(dp=dp, tp=tp), micro_batches, 3, "1f1b")
-        pricing = replace(self.pricing(configuration), micro_batches=Fraction(micro_batches, steps))
-        return self._program(configuration.mesh, micro_batches, None).solve(pricing).least_s * micro_batches
+        program = self._program(configuration.mesh, micro_batches, None)
+        return program.solve(self.pricing(configuration)).least_s * micro_batches
 
     def _program(self, mesh: Mesh, micro_batches: int, keep: Keep | None) -> LettersProgram:
         """The letters program of a mesh, kept but where ``keep`` restricts it."""

@@ -361,12 +361,12 @@ class LettersProgram:
             price[x] += (us_per_byte + TIE_US_PER_BYTE) * size
         for variables in self.x.values():
             extra_us += TIE_US_PER_BYTE * max((self.bytes.get(x, 0.0) for x in variables), default=0.0)
-        starting_us = _starting_s(pricing) / float(pricing.micro_batches) * MICROSECONDS_PER_S
+        starting_us = _starting_s(pricing) / pricing.micro_batches * MICROSECONDS_PER_S
         for variables, leaf, pairs, count in self.parameters:
             extra_us += count * starting_us
             for x, pair in zip(variables, pairs, strict=True):
                 step_s = parameter_step_s(self._local(leaf, pair), leaf, pair, pricing)
-                price[x] += count * step_s / float(pricing.micro_batches) * MICROSECONDS_PER_S
+                price[x] += count * step_s / pricing.micro_batches * MICROSECONDS_PER_S
         self.program.limit(self.hold, held if held < 1 else math.inf)
         moves = pricing.zero == 3 and pricing.mesh.dp > 1
         for row, exposed in self.exposed:
