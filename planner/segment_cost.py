@@ -96,14 +96,13 @@ def stage_estimate(
     Preconditions: at least one segment; one word of recomputation a segment.
     """
     ways = [segment.recomputation(word) for segment, word in zip(segments, recompute, strict=True)]
-    recomputation_s = sum(way.extra_s for way in ways)
+    again_s, again_communication_s = sum(way.extra_s for way in ways), sum(way.extra_communication_s for way in ways)
     return StageEstimate(
         forward_s=sum(s.forward_s for s in segments),
-        backward_s=sum(s.backward_s for s in segments) + recomputation_s,
+        backward_s=sum(s.backward_s for s in segments) + again_s,
         forward_communication_s=sum(s.forward_communication_s for s in segments),
-        backward_communication_s=sum(s.backward_communication_s for s in segments)
-        + sum(way.extra_communication_s for way in ways),
-        recomputation_s=recomputation_s,
+        backward_communication_s=sum(s.backward_communication_s for s in segments) + again_communication_s,
+        recomputation_s=max(0.0, again_s - again_communication_s),
         transfer_s=0.0 if last else segments[-1].transfer_s,
         gradient_sync_per_step_s=sum(s.gradient_sync_per_step_s for s in segments),
         optimizer_per_step_s=sum(s.optimizer_per_step_s for s in segments),

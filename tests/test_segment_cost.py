@@ -11,7 +11,7 @@ from torch import nn
 
 from planner.ir.mesh import Mesh
 from planner.schedules import actions, held
-from planner.segment_cost import SegmentCost, stage_estimates
+from planner.segment_cost import SegmentCost, stage_estimate, stage_estimates
 from planner.simulate import estimate_step
 from planner.solve.configuration import Configuration, Evaluator
 from planner.trace import Batch, trace
@@ -44,6 +44,15 @@ def test_the_peak_of_a_device_is_that_of_its_schedule(sizes: tuple[str, int, int
         mine = segments[rank::pp]
         expected = sum(s.states_bytes for s in mine) + most + max(s.temporary_bytes for s in mine)
         assert estimate.devices[rank].total_bytes == expected
+
+
+def test_communication_that_is_repeated_is_communication_and_no_other_part() -> None:
+    """Recomputed in full, all of it communication: the parts of a backward never exceed it."""
+    segment = SegmentCost(2.0, 3.0, forward_communication_s=1.5, backward_communication_s=2.5)
+    stage = stage_estimate([segment], ["full"], 1, True)
+    assert (stage.backward_s, stage.backward_communication_s, stage.recomputation_s) == (5.0, 4.0, 0.5)
+    silent = stage_estimate([SegmentCost(2.0, 0.0, forward_communication_s=2.0)], ["full"], 1, True)
+    assert (silent.backward_s, silent.backward_communication_s, silent.recomputation_s) == (2.0, 2.0, 0.0)
 
 
 class Rows(nn.Module):

@@ -82,7 +82,8 @@ class StageEstimate:
     """Times of one micro-batch on one stage, in seconds; ``*_per_step_s`` are paid once a step.
 
     ``forward_s`` and ``backward_s`` include their share of communication (``forward_communication_s``, ...) and of
-    recomputation (``recomputation_s``, part of backward), but not ``transfer_s``: the delay, each way, of what travels
+    recomputation (``recomputation_s``, part of backward, without the communication that is repeated, which is part of
+    ``backward_communication_s``), but not ``transfer_s``: the delay, each way, of what travels
     between this stage and the next. ``weight_backward_s``: the part of backward that makes gradients of weights only.
     ``memory``: of several stages on one device, each one's share of what the device needs at its peak.
     ``gradient_sync_per_step_s`` is the exposed part of the gradient reduction and, under ZeRO-1 and 2, the gathering of what
