@@ -4,7 +4,8 @@
     Folded.weights                           how many full segments each folded one stands for
 
 The first of a run is fed by a different segment than the rest, so a conversion may differ there; from the second on all are
-fed by an equal one. So the work of the search grows with distinct segments, not with depth.
+fed by an equal one. Weights that a segment shares with others must be those all of the run share: a block called again among
+equal ones stays. So the work of the search grows with distinct segments, not with depth.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Folded:
 def fold(graph: Graph) -> Folded:
     """``graph`` (cut into segments) with runs of more than two equal, simply chained segments folded."""
     kinds, chain = segment_kinds(graph), segment_nodes(graph)
+    alike = list(zip(kinds, _shared_weights(graph, chain), strict=True))
     leaving = [_leaving(graph, number, nodes) for number, nodes in enumerate(chain)]
     dropped: set[int] = set()
     origin_full: list[int] = list(range(len(chain)))
@@ -38,7 +40,7 @@ def fold(graph: Graph) -> Folded:
     start = 0
     while start < len(chain):
         end = start + 1
-        while end < len(chain) and kinds[end] == kinds[start] and _chained(leaving, end - 1):
+        while end < len(chain) and alike[end] == alike[start] and _chained(leaving, end - 1):
             end += 1
         if end - start > 2 and _chained(leaving, end - 1):
             kept = start + 1
@@ -62,6 +64,16 @@ def fold(graph: Graph) -> Folded:
         writes=tuple((buffer, value) for buffer, value in graph.writes if value in made),
     )
     return Folded(folded, tuple(number_of[number] for number in origin_full))
+
+
+def _shared_weights(graph: Graph, chain: tuple[tuple[Node, ...], ...]) -> list[tuple[str, ...]]:
+    """Of each segment the parameters that others use too, in the order it reads them."""
+    readers: dict[str, set[int]] = {leaf.name: set() for leaf in graph.leaves if leaf.kind == "parameter"}
+    read = [dict.fromkeys(x for node in nodes for x in node.operands if x in readers) for nodes in chain]
+    for number, names in enumerate(read):
+        for name in names:
+            readers[name].add(number)
+    return [tuple(name for name in names if len(readers[name]) > 1) for names in read]
 
 
 def _leaving(graph: Graph, number: int, nodes: tuple[Node, ...]) -> list[tuple[str, set[int]]]:

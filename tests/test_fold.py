@@ -37,6 +37,20 @@ def whole_evaluator(graph: Graph, folded: Evaluator) -> Evaluator:
     return evaluator
 
 
+class Again(nn.Module):
+    """Linear layers of one size, called in the order of ``numbers``."""
+
+    def __init__(self, numbers: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in set(numbers))
+        self.numbers = numbers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in self.numbers:
+            x = self.layers[number](x)
+        return x
+
+
 @pytest.mark.parametrize("make", MODELS)
 def test_a_folded_graph_is_a_graph_of_its_own(make: Callable[..., object]) -> None:
     graph = cut_into_segments(graph_of(make))
@@ -81,6 +95,21 @@ def test_two_equal_segments_and_different_ones_stay() -> None:
     graph = traced(model, torch.empty(4, 8), loss_fn=lambda y, _: y.sum(), target=torch.empty(1))
     cut = cut_into_segments(graph)
     assert fold(cut) == unfolded(cut)
+
+
+@pytest.mark.parametrize("again", [(0, 1, 2, 1, 3), (0, 1, 2, 3, 1, 4), (0, 1, 2, 3, 0)])
+@pytest.mark.parametrize("mesh", [Mesh(pp=2), Mesh(pp=2, dp=2), Mesh(dp=2)], ids=str)
+def test_blocks_called_again_among_equal_ones_cost_the_same(again: tuple[int, ...], mesh: Mesh) -> None:
+    """Weights used twice are on two stages and summed over both."""
+    graph = traced(Again(again), torch.empty(4, 8), loss_fn=lambda y, _: y.sum(), target=torch.empty(1))
+    few = Evaluator(problem(graph, cluster(mesh.size)))
+    every = whole_evaluator(graph, few)
+    configuration = Configuration(mesh, 2, 0, "1f1b")
+    assert few.segments == len(again)
+    one, other = (e.costs(configuration, e.letters(configuration)) for e in (few, every))
+    for mine, whole in zip(one, other, strict=True):
+        assert mine.gradient_sync_per_step_s == pytest.approx(whole.gradient_sync_per_step_s)
+        assert (mine.states_bytes, mine.activations_bytes) == (whole.states_bytes, whole.activations_bytes)
 
 
 @pytest.mark.parametrize("make", [gpt_tied, hf_llama, mlp])
