@@ -38,6 +38,7 @@ RELATIVE_TOLERANCE = 1e-9
 # With tp, where stages prove nothing of other letters, a split that single moves leave this much slower is not worth more.
 PROMISING = 1.1
 TOO_LARGE = "does not fit the memory"
+TRIED_TOO_LARGE = "no strategies that were tried fit the memory"
 # Configurations picked by hand are tried where the best plan takes so many times the work of all devices.
 USUAL_FROM = 1.05
 # Without a time limit the search stops after so much work: operators put into 0/1 programs (about a millisecond each), and
@@ -90,10 +91,12 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What came out of a configuration: a bound of all its plans, infinite where none fits, and the best plan found."""
+    """What came out of a configuration: a bound of all its plans, infinite where none fits, and the best plan found.
+    ``fits``: whether anything that was tried fits the memory."""
 
     bound_s: float
     objective_s: float | None
+    fits: bool = True
 
 
 class _Search:
@@ -254,12 +257,15 @@ class _Search:
         """Solve a configuration and record what came out."""
         outcome = self._outcome(configuration)
         bound_s = max(bound_s, outcome.bound_s)
+        if not outcome.fits:
+            self.too_large.append(configuration)
         if math.isinf(bound_s):
-            self._record_too_large(configuration, 0.0)
+            self._record(configuration, 0.0, "infeasible", reason=TOO_LARGE)
         elif outcome.objective_s is not None:
             self._record(configuration, min(bound_s, outcome.objective_s), "solved", outcome.objective_s)
         else:
-            self._record(configuration, bound_s, "pruned" if self.cannot_win(bound_s) else "tried")
+            reason = "" if outcome.fits else TRIED_TOO_LARGE
+            self._record(configuration, bound_s, "pruned" if self.cannot_win(bound_s) else "tried", reason=reason)
 
     def _outcome(self, configuration: Configuration) -> _Outcome:
         """Solve for stages and recomputation under the fast letters, and under others where memory is short; once."""
@@ -267,7 +273,7 @@ class _Search:
             try:
                 self.outcomes[configuration] = self._solved(configuration)
             except NoSolution:
-                self.outcomes[configuration] = _Outcome(math.inf, None)
+                self.outcomes[configuration] = _Outcome(math.inf, None, False)
         return self.outcomes[configuration]
 
     def _solved(self, configuration: Configuration) -> _Outcome:
@@ -297,10 +303,10 @@ class _Search:
             if isinstance(choice, StageChoice):
                 found.append(_Found(configuration, variant, choice))
             proven = min(proven, choice.bound_s)
-        # Letters other than those tried may be better: without tp there are none.
-        bound_s = proven if configuration.mesh.tp == 1 or math.isinf(proven) else 0.0
+        # Letters other than those tried may be better, or fit where these do not: without tp there are none.
+        bound_s = proven if configuration.mesh.tp == 1 else 0.0
         if not found:
-            return _Outcome(bound_s, None)
+            return _Outcome(bound_s, None, math.isfinite(proven))
         best = min(found, key=lambda f: f.choice.estimate.step_time_s)
         if best.choice.estimate.step_time_s < self.best_s * (1 - RELATIVE_TOLERANCE):
             self.best = best
