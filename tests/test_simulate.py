@@ -75,6 +75,23 @@ def test_makespan_is_the_longest_path(run: tuple[list[StageTimes], str, int, int
     assert simulate(*run).makespan_s == longest_path(*run)
 
 
+@given(
+    st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]),
+    st.integers(1, 8),
+    st.integers(1, 32),
+    st.sampled_from([1, 2, 3, 4, 8]),
+)
+def test_no_schedule_that_exists_deadlocks(schedule: str, pp: int, micro_batches: int, chunks: int) -> None:
+    """Every stage runs every micro-batch forward and backward, up to the sizes the search tries."""
+    if check(schedule, pp, micro_batches, chunks):
+        return
+    stages = pp * chunks
+    timeline = simulate([StageTimes(1.0, 2.0, 0.5, 1.0)] * stages, schedule, micro_batches, chunks)
+    kinds = "FIW" if schedule == "zero-bubble" else "FB"
+    every = {Action(stage, kind, i) for stage in range(stages) for kind in kinds for i in range(micro_batches)}
+    assert len(timeline.events) == len(every) and {event.action for event in timeline.events} == every
+
+
 @given(runs())
 def test_never_below_the_bound(run: tuple[list[StageTimes], str, int, int]) -> None:
     times, schedule, micro_batches, chunks = run
