@@ -3,6 +3,7 @@
     planner.auto_parallelize(model, gpus=8, example_inputs=(x,), loss_fn=loss_fn)   plan, and run, a model
     planner.compare(model, gpus=8, ...)                                             against hand-picked strategies
     planner.verify(model, gpus=4, strategy="tp", ...)                               a plan's training against one device
+    planner.estimate(model, gpus=8, strategy="pp2.dp4 mb=8", ...)                   predicted time and memory of a strategy
     planner.explain(model, gpus=8, ...)                                             why that plan, and what would change it
     planner.size(model, step_time="0.5s", ...)                                      the smallest and the cheapest cluster
     planner.prove("plan.json")                                                      a plan's proof, without the solver
@@ -20,19 +21,17 @@ if TYPE_CHECKING:
     from planner.api import auto_parallelize, compare, verify, verify_each
     from planner.ir.plan import Plan
     from planner.proof import prove
-    from planner.questions import explain, size
+    from planner.questions import estimate, explain, size
 
-__all__ = ["Plan", "auto_parallelize", "compare", "explain", "prove", "size", "verify", "verify_each"]
+__all__ = ["Plan", "auto_parallelize", "compare", "estimate", "explain", "prove", "size", "verify", "verify_each"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "Plan":
         return import_module("planner.ir.plan").Plan
-    if name in ("auto_parallelize", "compare", "estimate", "verify", "verify_each"):
-        api = import_module("planner.api")
-        if hasattr(api, name):
-            return getattr(api, name)
-    if name in ("explain", "size"):
+    if name in ("auto_parallelize", "compare", "verify", "verify_each"):
+        return getattr(import_module("planner.api"), name)
+    if name in ("estimate", "explain", "size"):
         return getattr(import_module("planner.questions"), name)
     if name == "prove":
         return import_module("planner.proof").prove

@@ -1,5 +1,6 @@
-"""The public calls that ask why, and how large a cluster.
+"""The public calls that ask how long, why, and how large a cluster.
 
+estimate(model, gpus=..., strategy=...) -> Estimate     predicted time and memory of one strategy
 explain(model, gpus=...) -> Explanation     what a plan is made of, what else there is, what would change it
 size(model, clusters=...) -> Sizing         the smallest and the cheapest cluster
 """
@@ -7,16 +8,18 @@ size(model, clusters=...) -> Sizing         the smallest and the cheapest cluste
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from costmodels.hardware import Cluster, ClusterError, load_cluster, presets
+from costmodels.software import OURS, load_software, software_names
 from planner.errors import BadInput, Infeasible
 from planner.explaining import explain as explain_problem
 from planner.garbage import uncollected
-from planner.ir.plan import Plan
+from planner.ir.plan import Estimate, Plan
 from planner.ir.verify import verify_plan
 from planner.options import asked
 from planner.report.explanation import Explanation
@@ -24,9 +27,40 @@ from planner.report.sizing import Sizing
 from planner.sizes import parse_bytes, parse_seconds
 from planner.sizing import DEFAULT_MOST_DEVICES, Wanted, size_on
 from planner.solve.configuration import Evaluator
+from planner.solve.search import search
 from planner.strategies import plan_by_hand
 from planner.tracing import problem_of, retracing, trace_model
 from planner.ways_out import infeasible_with_ways_out
+
+
+def estimate(
+    model: torch.nn.Module,
+    gpus: int | None = None,
+    *,
+    strategy: str = "auto",
+    software: str = OURS.name,
+    **options: Any,
+) -> Estimate:
+    """The predicted time of a training step under ``strategy``, and the peak memory of each stage, with their parts.
+
+    ``strategy``: "auto", or as planner.strategies reads it, such as 'pp4.dp2.tp8 mb=16 recompute=full'. ``software``: what
+    runs the step (costmodels.software): this project, or a framework whose times are to be predicted. ``options``: the other
+    arguments of ``auto_parallelize``. A model on the meta device will do; a strategy that does not fit the memory is priced
+    all the same (``fits`` is False). The figures are those of the plan ``auto_parallelize`` makes of the same arguments.
+
+    Raises BadInput or TraceError, and for "auto" Infeasible or OutOfTime. Nothing is started.
+    """
+    if software not in software_names():
+        raise BadInput(f"software {software!r} is unknown; use one of {', '.join(software_names())}")
+    made = asked("estimate", gpus, strategy, None, options)
+    request = made.request
+    traced, _ = trace_model(model, made.batch, request, made.samplewise)
+    problem = problem_of(model, traced.graph, request)
+    problem = replace(problem, cluster=problem.cluster.run_by(load_software(software)))
+    with uncollected():
+        if strategy == "auto":
+            return search(problem, request.time_limit_s, request.progress).estimate
+        return plan_by_hand(Evaluator(problem), strategy).estimate
 
 
 def explain(

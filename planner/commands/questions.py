@@ -1,4 +1,4 @@
-"""explain, size, prove: what a person asks about a plan."""
+"""estimate, explain, size, prove: what a person asks about a strategy or a plan."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from costmodels.software import OURS, software_names
 from planner.commands.common import (
     GPUS,
     example_of,
@@ -23,9 +24,36 @@ from planner.commands.common import (
 from planner.errors import BadInput
 from planner.report import proof_figures, record_report, sizing_figures
 from planner.report.difference import difference, difference_figures
+from planner.report.estimate import estimate_figures, estimate_report
 from planner.report.explanation import explanation_figures
 
 PLAN = click.Path(path_type=Path)
+
+
+@click.command()
+@click.argument("model")
+@click.option("--gpus", type=GPUS, required=True, help="Number of devices.")
+@click.option("--strategy", required=True, help="auto, or a hand-picked one: ddp, 'pp2.dp2 mb=4 recompute=full', ...")
+@click.option(
+    "--software", type=click.Choice(software_names()), default=OURS.name, show_default=True, help="What runs the step."
+)
+@planning_options
+def estimate(
+    model: str, gpus: int, strategy: str, software: str, sequence_length: int | None, as_json: bool, **options: Any
+) -> None:
+    """Predict time and memory of a training step of MODEL under one strategy."""
+    with infeasible_as_json(as_json), progress_shown() as progress:
+        progress("loading the model")
+        loaded = load_model(model, options["global_batch"], sequence_length, options["precision"], built=False)
+        from planner.questions import estimate as estimate_model
+
+        found = estimate_model(
+            loaded.model, gpus, strategy=strategy, software=software, **example_of(loaded), **options, progress=progress
+        )
+    if as_json:
+        click.echo(json.dumps(estimate_figures(found, strategy), indent=1))
+    else:
+        print_report(estimate_report(found, strategy))
 
 
 @click.command()
