@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -44,11 +45,14 @@ def test_latency_counts_hops() -> None:
     assert collective_time_s("send", 0, 2, 1, box) == pytest.approx(1e-6)
 
 
-def test_every_collective_pays_one_launch() -> None:
-    device = Device("chip", 1, {"float32": 1.0}, 1.0, 5e-6, 1.0)
-    box = Cluster("box", device, 4, 4, Link(GB, 0.0), Link(GB, 0.0))
+def test_every_collective_pays_one_start_and_on_a_cpu_a_launch() -> None:
+    gpu = Device("chip", 1, {"float32": 1.0}, 1.0, 5e-6, 1.0)
+    cpu, near = replace(gpu, kind="cpu"), Link(GB, 0.0, start_s=3e-6)
     for kind in COLLECTIVES:
-        assert collective_time_s(kind, 0, 4, 1, box) == pytest.approx(5e-6)
+        for device, expected_s in ((gpu, 3e-6), (cpu, 8e-6)):
+            box = Cluster("box", device, 8, 4, near, Link(GB, 0.0, start_s=7e-6))
+            assert collective_time_s(kind, 0, 4, 1, box) == pytest.approx(expected_s)
+            assert collective_time_s(kind, 0, 2, 4, box) == pytest.approx(expected_s + 4e-6)
 
 
 def test_a_whole_node_group_uses_all_cards_of_the_node() -> None:

