@@ -126,7 +126,9 @@ def matmul_time_s(product: Matmul, dtype: str, device: Device) -> float:
 
 def on_device_s(work_s: float, device: Device, launches: int = 1) -> float:
     """Seconds an operator of ``work_s`` in ``launches`` kernels keeps the device."""
-    return work_s + launches * device.kernel_launch_s if device.kind == "cpu" else work_s
+    if device.kind == "cpu":
+        return work_s + launches * device.kernel_launch_s
+    return max(work_s, launches * device.kernel_least_s)
 
 
 def _rounds_flops(product: Matmul, device: Device) -> float:

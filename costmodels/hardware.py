@@ -57,7 +57,7 @@ class Device:
 
     ``memory_bytes``: what a process may plan to fill. ``peak_flops_per_s``: dense peak by dtype name (a multiply-add
     is two operations); read only. ``kernel_launch_s``: least time between the starts of two operators,
-    which the host takes to send one.
+    which the host takes to send one. ``kernel_least_s``: what one keeps a GPU at least, however small.
     ``matmul_efficiency``, ``attention_efficiency`` and ``memory_efficiency``: the fraction of the peak that a large
     matrix product, a fused attention kernel and a large copy reach. ``multiprocessors`` and ``matmul_tile``: how a
     matrix product is cut (costmodels.compute); 1 and 1 mean that its shape has no effect. ``alignment_bytes``: what rows in
@@ -78,6 +78,7 @@ class Device:
     matmul_tile: int = 1
     alignment_bytes: int = 1
     overlap_slowdown: float = 0.0
+    kernel_least_s: float = 0.0
 
     def __post_init__(self) -> None:
         peaks = {str(dtype): float(peak) for dtype, peak in self.peak_flops_per_s.items()}
@@ -88,7 +89,8 @@ class Device:
             _positive(f"device.peak_flops_per_s.{dtype}", peak)
         for name in ("memory_bytes", "memory_bytes_per_s", "multiprocessors", "matmul_tile", "alignment_bytes"):
             _positive(f"device.{name}", getattr(self, name))
-        _not_negative("device.kernel_launch_s", self.kernel_launch_s)
+        for name in ("kernel_launch_s", "kernel_least_s"):
+            _not_negative(f"device.{name}", getattr(self, name))
         _require(
             0 <= self.overlap_slowdown < 1,
             f"device.overlap_slowdown is {self.overlap_slowdown}",

@@ -281,3 +281,12 @@ def test_a_shard_of_a_product_gains_at_most_its_share(m: int, n: int, k: int, wa
 )
 def test_large_square_products_near_published_times(side: int, published_us: float) -> None:
     assert matmul_time_s(Matmul(1, side, side, 4096), "float16", A100) * 1e6 == pytest.approx(published_us, rel=0.15)
+
+
+def test_a_small_kernel_keeps_a_gpu_for_its_least_time() -> None:
+    device = replace(load_cluster("dgx-a100-80gb").device, kernel_least_s=2e-6)
+    small, large = ((8,), "float32"), ((1 << 28,), "float32")
+    assert operator_time_s("aten.relu.default", (small,), (small,), (True,), device).forward_s == 2e-6
+    without = replace(device, kernel_least_s=0.0)
+    times = [operator_time_s("aten.relu.default", (large,), (large,), (True,), d).forward_s for d in (device, without)]
+    assert times[0] == times[1] > 1e-3

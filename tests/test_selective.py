@@ -136,7 +136,7 @@ def test_more_time_for_less_memory(name: str) -> None:
 def test_what_a_layer_of_llama_keeps_on_two_devices() -> None:
     """q, k, v, gate and up are kept, the attention, and the sum over devices behind it; not the product that is only summed."""
     case, found, _ = model("hf_llama")
-    evaluator = Evaluator(problem(found.graph, cluster(2)))
+    evaluator = Evaluator(problem(found.graph, cluster(2, kind="cpu")))
     configuration = Configuration(Mesh(tp=2), 1, 0, "1f1b")
     letters = evaluator.letters(configuration, MEGATRON, megatron)
     local = shard(evaluator.split(1, 1).graph, "tp", 2, letters.strategies, letters.leaves)
