@@ -155,6 +155,9 @@ def test_an_all_reduce_is_its_two_halves(size: float, log_n: int, log_stride: in
         ("reduce_scatter", "dgx-h200", 8, 2**34, 41.4e-3),  # 8 x H200, nccl-tests, ring
         ("all_gather", "dgx-h200", 8, 2**34, 41.6e-3),
         ("broadcast", "dgx-h200", 8, 2**34, 47.0e-3),
+        ("all_reduce", "b200", 8, 2**33, 22.0e-3),  # 8 x B200, nccl-tests, ring
+        ("all_reduce", "gb200-nvl72", 4, 2**33, 19.0e-3),  # ND GB200 v6, nccl-tests, ring
+        ("all_reduce", "dgx-v100-16gb", 4, 4_000_000_000, 48.1e-3),  # Jean Zay, 4 x V100-16GB
         ("all_reduce", "dgx-h100", 64, 2**33, 47.6e-3),  # 8 nodes of 8 x H100 with 400 GB/s a node
     ],
 )

@@ -16,7 +16,7 @@ from costmodels.hardware import Cluster, ClusterError, Device, Link, load_cluste
 
 EXPECTED = {
     "dgx-a100-80gb", "dgx-a100-40gb", "dgx-h100", "dgx-h200", "dgx-v100-32gb", "a100-pcie-80gb", "l4", "a10g", "l40s",
-    "rtx-3090", "rtx-4090", "mi300x", "b200",
+    "rtx-3090", "rtx-4090", "mi300x", "b200", "dgx-v100-16gb", "dgx-2", "gb200-nvl72", "mi250x",
 }  # fmt: skip
 SMALL = """
 name = "box"
@@ -52,6 +52,20 @@ def test_preset_round_trips_and_names_a_source_for_every_number(name: str) -> No
     numbers |= {f"device.peak_flops_per_s.{dtype}" for dtype in data["device"]["peak_flops_per_s"]}
     assert set(dict(cluster.sources)) == numbers
     assert all(dict(cluster.sources).values())
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_figures_of_a_preset_are_in_proportion(name: str) -> None:
+    """Limits that no machine of the last ten years breaks: a slip of a unit or of a power of ten does."""
+    cluster, device = load_cluster(name), load_cluster(name).device
+    assert device.peak("float16") >= device.peak("float32") >= device.peak("float64")
+    assert 30 < device.peak("float16") / device.memory_bytes_per_s < 500  # operations a byte
+    assert 5e-3 < device.memory_bytes / device.memory_bytes_per_s < 0.1  # seconds to read all of its memory
+    assert device.memory_bytes_per_s > 4 * cluster.intra.bandwidth_bytes_per_s
+    assert cluster.intra.bandwidth_bytes_per_s > cluster.inter.bandwidth_bytes_per_s
+    assert cluster.intra.latency_s < 2 * cluster.inter.latency_s
+    assert cluster.gpus % cluster.gpus_per_node == 0 and cluster.nics_per_node <= cluster.gpus_per_node
+    assert load_cluster(name, 4 * cluster.gpus).nodes == 4 * cluster.nodes
 
 
 def test_published_figures() -> None:
