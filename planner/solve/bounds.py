@@ -58,21 +58,21 @@ def schedule_bound_s(
 ) -> float:
     """Least step time of a schedule, whatever the stages. ``least_s``: all that all stages together do in a step, at least;
     ``transfer_s``: sending a micro-batch from one stage to the next, at least."""
-    total_s = sum(forward_s + backward_s for forward_s, backward_s, _ in work)
+    total_s = sum(forward_s + backward_s for forward_s, backward_s, *_ in work)
     least = len(work) // (pp * chunks) if chunks > 1 else 1
     above = work[: (pp - 1) * least]
     waits = fill_s([f for f, *_ in above], pp, least, transfer_s)
     late_s = (max(least_s, micro_batches * total_s) + waits) / pp
     round_trip_s = total_s + 2 * (pp * chunks - 1) * transfer_s
     if schedule == ZERO_BUBBLE:
-        round_trip_s -= sum(w for *_, w in work)
+        round_trip_s -= sum(w for _, _, w, *_ in work)
     late_s = max(late_s, round_trip_s)
     if schedule == ZERO_BUBBLE and chunks == 1:
-        share = min((f / (f + b) for f, b, _ in work if f + b > 0), default=0.0)
+        share = min((f / (f + b) for f, b, *_ in work if f + b > 0), default=0.0)
         return max(late_s, pipeline_bound_s(total_s, pp, micro_batches, share) if share else 0.0)
     if schedule == ZERO_BUBBLE:
         return late_s
-    waits = fill_s([f + b for f, b, _ in above], pp, least, 2 * transfer_s)
+    waits = fill_s([f + b for f, b, *_ in above], pp, least, 2 * transfer_s)
     late_s = max(late_s, (micro_batches * total_s + waits) / pp)
     return max(late_s, pipeline_bound_s(total_s, pp, micro_batches)) if chunks == 1 else late_s
 
@@ -173,16 +173,23 @@ class Bounds:
         ideal = self.evaluator.ideal_costs(part)
         alone = self.evaluator.work(mesh.dp, m, cut=mesh.tp > 1)
         own = tuple(
-            SegmentWork(c.forward_s, c.backward_s, segment.weight_backward_s).over(mesh.tp)
+            segment._replace(forward_s=c.forward_s, backward_s=c.backward_s).over(mesh.tp)
             for c, segment in zip(ideal, alone, strict=True)
         )
-        once_s = sum(c.gradient_sync_per_step_s + c.optimizer_per_step_s for c in ideal) / mesh.tp
-        work_s = sum(f + b for f, b, _ in own)
+        more_s = [work.backward_s - c.backward_s / mesh.tp for c, work in zip(ideal, own, strict=True)]
+        once_s = sum(c.optimizer_per_step_s for c in ideal) / mesh.tp
+        once_s += _exposed_s([c.gradient_sync_per_step_s / mesh.tp for c in ideal], more_s)
+        work_s = sum(f + b for f, b, *_ in own)
         counted = reduces_alone(self.evaluator.problem.cluster)  # the program counts what travels on dp
-        unhidden_s = 0.0 if counted else sum(c.unhidden_per_step_s for c in ideal) / mesh.tp
+        unhidden_s = 0.0 if counted else _exposed_s([c.unhidden_per_step_s / mesh.tp for c in ideal], more_s)
         least_s = max(least_s + unhidden_s, m * work_s + once_s) + m * again_s
         transfer_s = self.evaluator.transfer_s(part)
         bound_s = schedule_bound_s(own, least_s, mesh.pp, m, part.schedule, part.chunks, transfer_s)
         if again_s and part.chunks == 1:
             bound_s = max(bound_s, pipeline_bound_s(work_s + again_s, mesh.pp, m))
         return bound_s
+
+
+def _exposed_s(exposed_s: Sequence[float], more_s: Sequence[float]) -> float:
+    """What is exposed of segments, where each has so much more backward to hide it behind."""
+    return sum(max(0.0, exposed - more) for exposed, more in zip(exposed_s, more_s, strict=True))

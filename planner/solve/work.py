@@ -10,15 +10,23 @@ from planner.segments import segment_nodes
 
 
 class SegmentWork(NamedTuple):
-    """Seconds of one micro-batch; ``weight_backward_s``: of ``backward_s``, what makes gradients of weights only."""
+    """Seconds of one micro-batch; ``weight_backward_s``: of ``backward_s``, what makes gradients of weights only.
+
+    ``forward_host_s`` and ``backward_host_s``: what a GPU's host takes to launch the operators.
+    """
 
     forward_s: float
     backward_s: float
     weight_backward_s: float
+    forward_host_s: float = 0.0
+    backward_host_s: float = 0.0
 
     def over(self, devices: int) -> SegmentWork:
-        """An even share."""
-        return SegmentWork(*(seconds / devices for seconds in self))
+        """The least of each of so many devices that share the operators: each host launches all of them."""
+        forward_s = max(self.forward_s / devices, self.forward_host_s)
+        backward_s = max(self.backward_s / devices, self.backward_host_s)
+        others_s = (self.backward_s - self.weight_backward_s) / devices
+        return SegmentWork(forward_s, backward_s, backward_s - others_s, self.forward_host_s, self.backward_host_s)
 
 
 def work_of_segments(graph: Graph, pricing: Pricing) -> list[SegmentWork]:
@@ -31,11 +39,13 @@ def work_of_segments(graph: Graph, pricing: Pricing) -> list[SegmentWork]:
         costs = [node_cost(node, graph.values, pricing) for node in nodes]
         pairs = zip(nodes, costs, strict=True)
         on_device = sum_of(costs)
-        elapsed = on_device.with_host(pricing.cluster.device)
+        device = pricing.cluster.device
+        elapsed = on_device.with_host(device)
         for_weights = sum(weight_backward_s(node, cost, of_weights, graph, pricing) for node, cost in pairs)
         if for_weights:
             for_weights = min(elapsed.backward_s, for_weights * (elapsed.backward_s / on_device.backward_s))
-        found.append(SegmentWork(elapsed.forward_s, elapsed.backward_s, for_weights))
+        hosts = (device.host_s(n) for n in (on_device.forward_launches, on_device.backward_launches))
+        found.append(SegmentWork(elapsed.forward_s, elapsed.backward_s, for_weights, *hosts))
     return found
 
 
