@@ -293,8 +293,6 @@ def test_the_package_is_lazy(api: FakeApi) -> None:
 
     assert package.Plan is Plan
     assert package.compare == api.compare
-    with pytest.raises(AttributeError, match="module 'planner' has no attribute 'estimate'"):
-        _ = package.estimate
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = package.nothing
     assert {"Plan", "auto_parallelize", "compare"} <= set(dir(package))
