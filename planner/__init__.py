@@ -6,6 +6,7 @@
     planner.estimate(model, gpus=8, strategy="pp2.dp4 mb=8", ...)                   predicted time and memory of a strategy
     planner.explain(model, gpus=8, ...)                                             why that plan, and what would change it
     planner.size(model, step_time="0.5s", ...)                                      the smallest and the cheapest cluster
+    planner.measure(model, gpus=4, ...)                                             times of this machine, for its plans
     planner.prove("plan.json")                                                      a plan's proof, without the solver
     planner.Plan.load("plan.json")                                                  a plan, without importing torch
 
@@ -20,10 +21,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from planner.api import auto_parallelize, compare, verify, verify_each
     from planner.ir.plan import Plan
+    from planner.measuring import measure
     from planner.proof import prove
     from planner.questions import estimate, explain, size
 
-__all__ = ["Plan", "auto_parallelize", "compare", "estimate", "explain", "prove", "size", "verify", "verify_each"]
+__all__ = [
+    "Plan", "auto_parallelize", "compare", "estimate", "explain", "measure", "prove", "size", "verify", "verify_each",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
@@ -33,6 +37,8 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module("planner.api"), name)
     if name in ("estimate", "explain", "size"):
         return getattr(import_module("planner.questions"), name)
+    if name == "measure":
+        return import_module("planner.measuring").measure
     if name == "prove":
         return import_module("planner.proof").prove
     raise AttributeError(f"module 'planner' has no attribute {name!r}")

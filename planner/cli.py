@@ -1,5 +1,5 @@
-"""The command line: ``planner plan``, ``inspect``, ``compare``, ``estimate``, ``explain``, ``size``, ``prove``, ``verify`` and
-``run``.
+"""The command line: ``planner plan``, ``inspect``, ``compare``, ``estimate``, ``explain``, ``size``, ``prove``, ``verify``,
+``run`` and ``measure``.
 
 Results go to stdout, progress and messages to stderr. Exit codes: 2 for wrong usage, and those of ``planner.errors``.
 torch and the solver are imported by the commands that trace or solve, never by ``inspect``,
@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from planner.commands import plans, questions, runs
+from planner.commands import measuring, plans, questions, runs
 from planner.errors import MeshwrightError
 
 INTERRUPTED = 130
@@ -45,7 +45,7 @@ def cli() -> None:
 
 _COMMANDS = (
     plans.plan, plans.inspect, plans.compare, questions.estimate, questions.explain, questions.size, questions.prove,
-    runs.verify, runs.run,
+    runs.verify, runs.run, measuring.measure,
 )  # fmt: skip
 for _command in _COMMANDS:
     cli.add_command(_command)

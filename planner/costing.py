@@ -18,8 +18,9 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from costmodels.collectives import LOCAL_MOVES, collective_time_s
-from costmodels.compute import copy_s, operator_time_s
+from costmodels.compute import copy_s
 from costmodels.hardware import Cluster, Device
+from costmodels.measured import OperatorCall, operator_price
 from costmodels.memory import attention_statistics_bytes
 from costmodels.operators import attention_is_fused
 from planner.ir.graph import DTYPE_BYTES, Graph, Leaf, Node, Value
@@ -94,9 +95,7 @@ def node_cost(node: Node, values: Mapping[str, Value], pricing: Pricing) -> Cost
         whole = whole_bytes(values[node.operands[0]], source, 1 if axis == MICRO else pricing.mesh.degree(axis))
         return conversion_cost(whole, source, target, axis, pricing)
     inputs = tuple(values[name] for name in node.operands)
-    needs = tuple(value.differentiable and node.output.differentiable for value in inputs)
-    op, read, made, hint = as_priced(node, values)
-    time = operator_time_s(op, read, made, needs, pricing.cluster.device, hint)
+    time, _ = operator_price(called(node, values), pricing.cluster.device, pricing.cluster.measured)
     inner = _inner_collectives(node, inputs, pricing)
     return Cost(
         time.forward_s + inner.forward_s,
@@ -108,6 +107,13 @@ def node_cost(node: Node, values: Mapping[str, Value], pricing: Pricing) -> Cost
     )
 
 
+def called(node: Node, values: Mapping[str, Value]) -> OperatorCall:
+    """``node`` as the cost model is asked about it."""
+    needs = tuple(values[name].differentiable and node.output.differentiable for name in node.operands)
+    op, read, made, hint = as_priced(node, values)
+    return OperatorCall(op, read, made, needs, hint)
+
+
 def weight_backward_s(node: Node, cost: Cost, of_weights: frozenset[str], graph: Graph, pricing: Pricing) -> float:
     """The part of ``cost.backward_s`` that makes gradients of weights only: all of it, none, or what the operator takes
     when nothing else needs gradients. ``of_weights``: names of what is made of weights alone."""
@@ -117,9 +123,9 @@ def weight_backward_s(node: Node, cost: Cost, of_weights: frozenset[str], graph:
         return 0.0
     if all(needed) or node.op == "convert":
         return cost.backward_s
-    op, read, made, hint = as_priced(node, values)
     needs = tuple(name in of_weights for name in node.operands)
-    time = operator_time_s(op, read, made, needs, pricing.cluster.device, hint)
+    call = called(node, values)._replace(needs_grad=needs)
+    time, _ = operator_price(call, pricing.cluster.device, pricing.cluster.measured)
     return min(cost.backward_s, time.backward_s)
 
 

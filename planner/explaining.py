@@ -141,10 +141,10 @@ def _binding(evaluator: Evaluator, plan: Plan) -> Binding:
     limit = plan.estimate.memory_limit_bytes
     saved = {}
     if plan.mesh.size > 1:
-        free = price_on(plan, evaluator, replace(cluster, intra=FREE))
+        free = price_on(plan, evaluator, with_link(cluster, "intra", FREE))
         saved["inside nodes"] = max(0.0, plan.objective_s - free.objective_s)
     if cluster.nodes > 1:
-        free = price_on(plan, evaluator, replace(cluster, inter=FREE))
+        free = price_on(plan, evaluator, with_link(cluster, "inter", FREE))
         saved["between nodes"] = max(0.0, plan.objective_s - free.objective_s)
     left = tuple(limit - memory.total_bytes for memory in plan.estimate.devices)
     return Binding(left, step_parts(plan), _traffic(evaluator, plan), saved)
@@ -189,12 +189,14 @@ def other_machines(problem: Problem) -> Iterator[tuple[str, Problem]]:
         name = f"{count} more device{'s' if count > 1 else ''}: {gpus}"
         yield name, replace(problem, cluster=cluster.with_gpus(gpus))
     if cluster.gpus > 1:
-        twice = replace(problem, cluster=replace(cluster, intra=faster_link(cluster.intra)))
+        twice = replace(problem, cluster=with_link(cluster, "intra", faster_link(cluster.intra)))
         yield "twice the bandwidth inside nodes", twice
     if cluster.nodes > 1:
-        twice = replace(problem, cluster=replace(cluster, inter=faster_link(cluster.inter)))
+        twice = replace(problem, cluster=with_link(cluster, "inter", faster_link(cluster.inter)))
         yield "twice the bandwidth between nodes", twice
-    yield "devices twice as fast", replace(problem, cluster=replace(cluster, device=faster_device(cluster.device)))
+    measured = None if cluster.measured is None else cluster.measured.scaled(operators=0.5)
+    faster = replace(cluster, device=faster_device(cluster.device), measured=measured)
+    yield "devices twice as fast", replace(problem, cluster=faster)
 
 
 def more_devices(cluster: Cluster) -> tuple[int, ...]:
@@ -202,6 +204,16 @@ def more_devices(cluster: Cluster) -> tuple[int, ...]:
     gpus, node = cluster.gpus, cluster.gpus_per_node
     useful = gpus + node if gpus >= node and gpus % node == 0 else 2 * gpus
     return tuple(sorted({gpus + 1, useful}))
+
+
+def with_link(cluster: Cluster, side: str, link: Link) -> Cluster:
+    """``cluster`` with another link ('intra' or 'inter'); messages that were measured take as much less in proportion."""
+    changed = replace(cluster, intra=link) if side == "intra" else replace(cluster, inter=link)
+    if cluster.measured is None:
+        return changed
+    old = cluster.intra if side == "intra" else cluster.inter
+    ratio = old.bandwidth_bytes_per_s / link.bandwidth_bytes_per_s
+    return replace(changed, measured=cluster.measured.scaled(messages=ratio))
 
 
 def faster_link(link: Link) -> Link:

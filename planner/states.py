@@ -28,7 +28,7 @@ from costmodels.compute import optimizer_step_s
 from costmodels.hardware import Cluster, Device
 from costmodels.memory import StateBytes, gathered_bytes, state_bytes
 from costmodels.operators import DTYPE_BYTES
-from costmodels.software import Software
+from costmodels.software import OURS, Software
 from planner.ir.graph import Leaf
 from planner.ir.mesh import Mesh
 
@@ -168,7 +168,22 @@ def _travelling_bytes(leaves: Sequence[Leaf], software: Software) -> float:
     return sum(leaf.value.size_bytes * reduced_ratio(leaf, software) for leaf in leaves)
 
 
+def measured_update_s(optimizer: str, size_bytes: float, tensors: int, sharded: bool, cluster: Cluster) -> float | None:
+    """Seconds of an update as measured on the cluster; None where it was not, or other software runs."""
+    if cluster.measured is None or cluster.software is not OURS:
+        return None
+    return cluster.measured.update_s(optimizer, size_bytes, tensors, sharded)
+
+
 def _update_s(trainable: Sequence[Leaf], cut: set[str], dp: int, optimizer: str, cluster: Cluster) -> float:
+    parts = [[x for x in trainable if (x.name in cut) == sharded] for sharded in (False, True)]
+    measured = [
+        measured_update_s(optimizer, _reduced_bytes(part, cut, dp), len(part), sharded, cluster)
+        for part, sharded in zip(parts, (False, True), strict=True)
+        if part
+    ]
+    if all(seconds is not None for seconds in measured):
+        return sum(seconds for seconds in measured if seconds is not None)
     launches = cluster.software.update_launches * len(trainable) or 1
     sizes: dict[float, int] = {}
     for leaf in trainable:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from costmodels.hardware import Cluster
 from planner.discover import with_discovered_rules
 from planner.errors import BadInput
 from planner.garbage import uncollected
@@ -29,7 +30,8 @@ from planner.ir.graph import Graph
 from planner.options import PRECISIONS, Request, cast_model, dtype_to_trace
 from planner.solve.configuration import Problem
 from planner.trace import Batch, Traced, trace
-from runtime.measure import measured_cluster
+from runtime.measure import kept_at, measured_cluster
+from runtime.tables import TABLES, read_tables
 
 
 def retracing(
@@ -83,7 +85,7 @@ def trace_batch(
 def problem_of(model: torch.nn.Module, graph: Graph, request: Request) -> Problem:
     cluster = request.cluster
     if cluster is None:
-        cluster = measured_cluster(request.gpus, progress=request.say)
+        cluster = this_machine(request)
     limit = request.memory_limit_bytes
     return Problem(
         name=type(model).__name__,
@@ -94,6 +96,12 @@ def problem_of(model: torch.nn.Module, graph: Graph, request: Request) -> Proble
         memory_limit_bytes=limit if limit is not None else cluster.device.memory_bytes,
         seed=request.seed,
     )
+
+
+def this_machine(request: Request) -> Cluster:
+    """This machine, measured, with the tables that ``planner measure`` made of it."""
+    cluster = measured_cluster(request.gpus, progress=request.say)
+    return replace(cluster, measured=read_tables(kept_at(request.gpus).with_suffix(TABLES)))
 
 
 def _main_dtype(graph: Graph) -> str:

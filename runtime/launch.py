@@ -180,6 +180,11 @@ def _choose_device(n: int, device: str) -> str:
     return "cuda" if available >= n else "cpu"
 
 
+def rank_threads(n: int, device: str) -> int:
+    """Threads that each of ``n`` local ranks computes with."""
+    return _threads(_environment(n, device)["OMP_NUM_THREADS"])
+
+
 def _threads(setting: str) -> int:
     """The outermost level of ``OMP_NUM_THREADS``, which may list several (``4,2``)."""
     first = setting.partition(",")[0].strip()

@@ -76,10 +76,8 @@ def measured_cluster(
     for a number of ranks that can't be started, RankFailed when a rank ends early.
     """
     say = progress or (lambda text: None)
-    kind = "cuda" if 1 <= gpus <= torch.cuda.device_count() else "cpu"
-    name = torch.cuda.get_device_name(0) if kind == "cuda" else processor_name()
-    folder = cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
-    path = folder / _file_name(kind, name, gpus)
+    kind, name = this_device(gpus)
+    path = kept_at(gpus, cache_dir)
     kept = None if refresh else _read(path, gpus)
     if kept is not None:
         return kept
@@ -87,10 +85,22 @@ def measured_cluster(
     with LocalRanks.start(gpus, device=kind, rank_class="runtime.measure:Measurer") as ranks:
         cluster = _measure(ranks, kind, name, say)
     try:
-        _write(path, cluster.to_toml())
+        write_text(path, cluster.to_toml())
     except OSError as error:
         say(f"cannot keep the measurement in {path}: {error.strerror}")
     return cluster
+
+
+def this_device(gpus: int) -> tuple[str, str]:
+    """Kind ('cuda' or 'cpu') and name of what ``gpus`` local ranks run on."""
+    kind = "cuda" if 1 <= gpus <= torch.cuda.device_count() else "cpu"
+    return kind, torch.cuda.get_device_name(0) if kind == "cuda" else processor_name()
+
+
+def kept_at(gpus: int, cache_dir: Path | None = None) -> Path:
+    """The file of this machine with ``gpus`` ranks, in ``cache_dir`` or the user's cache folder."""
+    folder = cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
+    return folder / _file_name(*this_device(gpus), gpus)
 
 
 class Measurer:
@@ -360,7 +370,7 @@ def _read(path: Path, gpus: int) -> Cluster | None:
     return cluster if cluster.gpus == gpus else None
 
 
-def _write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     """Beside it and renamed, so that a reader never sees half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, beside = tempfile.mkstemp(dir=path.parent, prefix=path.stem[:40], suffix=".part")

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from costmodels.collectives import collective_time_s
+from costmodels.measured import (
+    MeasuredCollective,
+    MeasuredOperator,
+    MeasuredTables,
+    MeasuredUpdate,
+    operator_price,
+)
 from planner.errors import Infeasible
 from planner.ir.plan import Plan, Searched
 from planner.ir.verify import verify_plan
@@ -17,6 +26,7 @@ from planner.simulate import estimate_step
 from planner.solve.configuration import Evaluator, Problem
 from planner.solve.search import search
 from planner.solve.space import Configuration, Region
+from planner.timings import calls_of
 from tests.oracle import Frontier, Oracle, with_limit
 from tests.oracle_cases import Model, clusters, graph_of_model, models
 from tests.search_cases import AMPLE, cluster
@@ -115,6 +125,33 @@ def check_plan(plan: Plan, problem: Problem, oracle: Oracle, least_s: float) -> 
 @given(problems, st.sampled_from(LIMITS))
 def test_nothing_is_better_than_what_the_search_finds(problem: Problem, word: str) -> None:
     check_search(problem, word, LETTERS // 4, 1)
+
+
+def with_measured_times(problem: Problem, seed: int) -> Problem:
+    """Times as if measured, from a third to three times the modelled ones, each call and message on its own."""
+    draw, on = random.Random(seed), problem.cluster
+    tables = MeasuredTables("made-up", "none", on.gpus, 1)
+    operators, messages = [], []
+    for timed in calls_of(Evaluator(problem)):
+        time, _ = operator_price(timed.call, on.device, None)
+        if draw.random() < 0.8:  # the others are scaled
+            forward_s, backward_s = (
+                seconds * 3 ** draw.uniform(-1, 1) for seconds in (time.forward_s, time.backward_s)
+            )
+            operators.append(MeasuredOperator(timed.call, forward_s, backward_s))
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "send"):
+        for size in (64, 4096):
+            seconds = collective_time_s(kind, size, 2, 1, on) if on.gpus % 2 == 0 else 1e-5
+            messages.append(MeasuredCollective(kind, 2, 1, size, seconds * 3 ** draw.uniform(-1, 1)))
+    updates = [MeasuredUpdate(problem.optimizer, sharded, 1e-6, 1e-9) for sharded in (False, True)]
+    tables = tables.with_operators(operators).with_collectives(messages).with_updates(updates)
+    return replace(problem, cluster=replace(on, measured=tables))
+
+
+@settings(EVERY, max_examples=20)
+@given(problems, st.sampled_from(LIMITS), st.integers(0, 99))
+def test_nothing_is_better_by_measured_times_either(problem: Problem, word: str, seed: int) -> None:
+    check_search(with_measured_times(problem, seed), word, LETTERS // 4, 1)
 
 
 @pytest.mark.slow

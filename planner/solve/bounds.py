@@ -12,6 +12,7 @@ W is the time of the operators and conversions of so many rows on the devices of
 parameters cost once a step; the minimum is over all letters, with tp on the best links and nothing that travels on dp or
 between stages. A step takes as long as its slowest stage, so no less than the mean. W is subadditive, as the price of
 every operator and collective is: n runs of rows/n cost no less than one run of them all, so the bound of a region is one.
+Measured times need not be, so with them the bounds of regions and shapes take prices that are (Evaluator.bounding).
 
     pipeline_bound_s   t = time of one micro-batch      T >= a t / (1 - (1 - a/m)^pp)            gpipe and 1f1b: a = 1
 
@@ -112,7 +113,9 @@ class Bounds:
         solved = self.of_configurations.setdefault(key, {})
         if sharpness > 1 or (sharpness and m not in solved):
             solved[m] = self.evaluator.least_letters_s(part, sharpness > 1)
-        known = max((least_s for fewer, least_s in solved.items() if m % fewer == 0), default=0.0)
+        exact = self.evaluator.problem.cluster.measured is not None  # measured times need not be subadditive
+        fewer = [m] if exact else [number for number in solved if m % number == 0]
+        known = max((solved.get(number, 0.0) for number in fewer), default=0.0)
         return self._configuration_s(part, max(known, self._known_of_shape_s(part.shape)))
 
     def _known_of_shape_s(self, shape: Shape) -> float:

@@ -84,7 +84,7 @@ class Evaluator:
         self._crossing: dict[tuple[int, int], int] = {}
         self._ideal: dict[tuple[Mesh, int, int, bool, bool], tuple[SegmentCost, ...]] = {}
         self._letters: dict[tuple[Mesh, int, int, str, float], Letters] = {}
-        self._programs: dict[tuple[Mesh, int], LettersProgram] = {}
+        self._programs: dict[tuple[Mesh, int, bool], LettersProgram] = {}
         self._local: dict[int, tuple[Letters, Sharded]] = {}
         self._costs: dict[tuple[int, Mesh, int, int, bool], tuple[SegmentCost, ...]] = {}
 
@@ -106,13 +106,19 @@ class Evaluator:
         )
 
     @cached_property
+    def bounding(self) -> Cluster:
+        """The cluster for prices of a whole that bound those of its parts (costmodels.measured)."""
+        cluster = self.problem.cluster
+        return cluster if cluster.measured is None else replace(cluster, measured=cluster.measured.bounding_below())
+
+    @cached_property
     def _cuttable(self) -> Cluster:
         """The cluster for work that is to be cut by tp: rows that are not aligned may be in shards, so none are slower."""
         device = self.problem.cluster.device
         sizes = {size for value in self.graph.values.values() for size in value.shape[-2:]}
         if all(2 * size % device.alignment_bytes == 0 for size in sizes):
-            return self.problem.cluster
-        return replace(self.problem.cluster, device=replace(device, alignment_bytes=1))
+            return self.bounding
+        return replace(self.bounding, device=replace(device, alignment_bytes=1))
 
     def work(self, dp: int, micro_batches: int, cut: bool = True) -> tuple[SegmentWork, ...]:
         """The work of every segment of the whole chain for one micro-batch on one device (tp = 1), without dp's
@@ -159,15 +165,19 @@ class Evaluator:
         Operators and conversions on tp, with the ranks of a group as neighbours, and what parameters cost once a step, in
         dp-th shares; nothing that travels on dp. Raises BadInput when the batch cannot be cut so.
         """
+        cluster = self.bounding
         if tp == 1:
-            return self.work_s(dp, micro_batches, cut=False) * micro_batches
+            return self.work_s(dp, micro_batches, cut=cluster is not self.problem.cluster) * micro_batches
         configuration = Configuration(Mesh(dp=dp, tp=tp), micro_batches, 3, "1f1b")
-        program = self._program(configuration.mesh, micro_batches, None)
-        return program.solve(self.pricing(configuration)).least_s * micro_batches
+        program = self._program(configuration.mesh, micro_batches, None, cluster)
+        return program.solve(replace(self.pricing(configuration), cluster=cluster)).least_s * micro_batches
 
-    def _program(self, mesh: Mesh, micro_batches: int, keep: Keep | None) -> LettersProgram:
-        """The letters program of a mesh, kept but where ``keep`` restricts it."""
-        key = (mesh, micro_batches)
+    def _program(
+        self, mesh: Mesh, micro_batches: int, keep: Keep | None, cluster: Cluster | None = None
+    ) -> LettersProgram:
+        """The letters program of a mesh on ``cluster`` (default: the problem's), kept but where ``keep`` restricts it."""
+        cluster = cluster or self.problem.cluster
+        key = (mesh, micro_batches, cluster is not self.problem.cluster)
         nodes = len(self.split(mesh.dp, micro_batches).graph.nodes)
         self.work_done += nodes // 2
         if keep is None and key in self._programs:
@@ -175,7 +185,7 @@ class Evaluator:
         self.work_done += nodes // 2
         graph = self.split(mesh.dp, micro_batches).graph
         kept = self._kept_in_all_pieces(mesh.dp, micro_batches, mesh.tp, keep)
-        pricing = self.pricing(Configuration(mesh, micro_batches, 0, "1f1b"))
+        pricing = replace(self.pricing(Configuration(mesh, micro_batches, 0, "1f1b")), cluster=cluster)
         program = LettersProgram(graph, pricing, self.folded.weights, kept)
         if keep is None:
             self._programs[key] = program

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from costmodels.collectives import collective_time_s
@@ -13,14 +14,22 @@ from planner.ir.graph import Graph, Leaf, Node, Ref, Value, map_refs
 from planner.ir.layout import REPLICATED, Pair
 from planner.sharding_rules import Strategy
 from planner.sharding_rules.localise import localise
-from planner.states import reduced_ratio, reduces_alone, update_moves
+from planner.states import measured_update_s, reduced_ratio, reduces_alone, update_moves
 
 MICROSECONDS_PER_S = 1e6
 
 
 def operator_price(node: Node, strategy: Strategy, graph: Graph, pricing: Pricing) -> tuple[Cost, int]:
     """(cost, bytes of results held for backward) of an operator under a strategy: of the local nodes it becomes."""
-    k = pricing.mesh.degree("tp")
+    nodes, values, outputs = local_nodes(node, strategy, graph, pricing.mesh.degree("tp"))
+    cost = sum_of(node_cost(made, values, pricing) for made in nodes)
+    return cost, sum(value.size_bytes for value in outputs) if node.output.differentiable else 0
+
+
+def local_nodes(
+    node: Node, strategy: Strategy, graph: Graph, k: int
+) -> tuple[Sequence[Node], Mapping[str, Value], tuple[Value, ...]]:
+    """What one of ``k`` devices runs of ``node`` under a strategy on tp: nodes, the values they read and make, the results."""
     own: dict[str, Value] = {}
     renamed = []
     for number, (name, pair) in enumerate(zip(node.operands, strategy.operands, strict=True)):
@@ -35,8 +44,7 @@ def operator_price(node: Node, strategy: Strategy, graph: Graph, pricing: Pricin
     nodes = localise(_with_operands(node, renamed), node, outputs, strategy, "tp", k)
     own.update((value.name, value) for made in nodes for value in made.outputs)
     values = ChainMap(own, dict(graph.values)) if any(n not in own for m in nodes for n in m.operands) else own
-    cost = sum_of(node_cost(made, values, pricing) for made in nodes)
-    return cost, sum(value.size_bytes for value in outputs) if node.output.differentiable else 0
+    return nodes, values, outputs
 
 
 def _with_operands(node: Node, names: list[str]) -> Node:
@@ -55,8 +63,13 @@ def parameter_step_s(local: Value, leaf: Leaf, pair: Pair, pricing: Pricing) -> 
     mesh, cluster = pricing.mesh, pricing.cluster
     size = local.size_bytes
     updated = size if pricing.zero == 0 else size // mesh.dp  # and summed over tp
-    total = optimizer_step_s(
-        updated, pricing.optimizer, cluster.device, launches=0, moves=update_moves(leaf, cluster.software)
+    measured = measured_update_s(pricing.optimizer, updated, 0, pricing.zero > 0, cluster)
+    total = (
+        optimizer_step_s(
+            updated, pricing.optimizer, cluster.device, launches=0, moves=update_moves(leaf, cluster.software)
+        )
+        if measured is None
+        else measured
     )
     if pair == REPLICATED and mesh.tp > 1:
         total += reduction_s(updated, mesh.tp, mesh.stride("tp"), cluster)

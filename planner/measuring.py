@@ -1,0 +1,57 @@
+"""The public call that times this machine at the shapes a model needs.
+
+measure(model, gpus=...) -> Measurement     operators, messages and the optimizer's step; kept for every later plan
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from costmodels.measured import MEASURED, MeasuredTables, operator_price
+from planner.errors import BadInput
+from planner.garbage import uncollected
+from planner.options import asked, check_gpus
+from planner.report.measurement import Measurement
+from planner.solve.configuration import Evaluator
+from planner.timings import calls_of
+from planner.tracing import problem_of, trace_model
+from runtime.launch import rank_threads
+from runtime.measure import kept_at, this_device
+from runtime.tables import TABLES, Wanted, fill_tables
+
+
+def measure(model: torch.nn.Module, gpus: int | None = None, *, refresh: bool = False, **options: Any) -> Measurement:
+    """Time what training ``model`` on ``gpus`` local ranks is made of, all ranks at work at once, and keep it.
+
+    Operators forward and backward at the local shapes of every strategy a search tries, messages of all kinds and sizes
+    on every size of a mesh axis, and the optimizer's step. The times are kept in the user's cache folder by device, version of
+    torch, ranks and threads; what is there already is not timed again (unless ``refresh``), and an interrupted call keeps
+    what it has. From then on plans for this machine (cluster "auto") are priced by them. ``options``: the other arguments of
+    ``auto_parallelize``.
+
+    Raises BadInput, TraceError, or RankFailed when a rank ends early.
+    """
+    made = asked("measure", gpus, "auto", None, options)
+    request = made.request
+    if request.cluster is not None:
+        raise BadInput("only this machine can be measured; leave cluster out")
+    check_gpus(request.gpus)
+    traced, _ = trace_model(model, made.batch, request, made.samplewise)
+    problem = problem_of(model, traced.graph, request)
+    kind, name = this_device(request.gpus)
+    path = kept_at(request.gpus).with_suffix(TABLES)
+    before = problem.cluster.measured or MeasuredTables(
+        name, f"torch {torch.__version__}", request.gpus, rank_threads(request.gpus, kind)
+    )
+    request.say("listing what the strategies call")
+    with uncollected():
+        calls = calls_of(Evaluator(problem))
+    wanted = Wanted(tuple((c.call, c.source, c.below) for c in calls), request.optimizer, refresh)
+    say = request.progress or (lambda *_: None)
+    tables, refused = fill_tables(path, before, wanted, kind, say)
+    device = problem.cluster.device
+    hits = sum(operator_price(c.call, device, tables)[1] == MEASURED for c in calls)
+    new = sum(len(getattr(tables, x)) - len(getattr(before, x)) for x in ("operators", "collectives", "updates"))
+    return Measurement(tables, path, len(calls), hits, new, tuple(sorted(refused.items())))
