@@ -1,6 +1,8 @@
 """What things cost: hardware as data files, and plain functions for time, traffic and memory.
 
     hardware      Device, Link, Cluster; presets and measured machines as TOML
+    mixed         clusters of unequal machines
+    views         several devices or clusters priced as one, by the fastest or the slowest
     operators     what a cost model has to know of an operator: name, arguments, element sizes, aliases
     compute       floating-point operations and time of an operator, forward and backward
     collectives   time of a collective over a group of ranks

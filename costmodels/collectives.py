@@ -44,6 +44,7 @@ from functools import lru_cache
 
 from costmodels.compute import on_device_s
 from costmodels.hardware import Cluster
+from costmodels.views import AnyCluster, Views, picked
 
 LOCAL_MOVES = frozenset({"none", "keep", "slice", "pad"})
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
@@ -102,13 +103,16 @@ def _leaving_senders(group_size: int, stride: int, gpus: int, gpus_per_node: int
     return max(senders.values(), default=0)
 
 
-def collective_time_s(kind: str, size_bytes: float, group_size: int, stride: int, cluster: Cluster) -> float:
+def collective_time_s(kind: str, size_bytes: float, group_size: int, stride: int, cluster: AnyCluster) -> float:
     """Seconds of one collective of ``size_bytes`` (see the table above) on all groups of an axis at once.
 
     ``group_size`` ranks at distance ``stride`` form a group; ``send`` goes from each rank to the next of its group. A
     group of one costs nothing; one that was measured takes what it took. Raises ValueError for an unknown kind, a
     negative size or groups that do not fit on the cluster.
     """
+    if isinstance(cluster, Views):
+        times = (collective_time_s(kind, size_bytes, group_size, stride, view) for view in cluster.clusters)
+        return picked(times, cluster.slowest)
     if kind in LOCAL_MOVES:
         return 0.0
     if kind not in COLLECTIVES:

@@ -57,6 +57,7 @@ from costmodels.operators import (
     numel,
     size_bytes,
 )
+from costmodels.views import over_several
 
 ATTENTION = "scaled_dot_product_attention"
 _REDUCTIONS = frozenset({
@@ -155,6 +156,7 @@ def _alignment(product: Matmul, device: Device) -> float:
     return _UNALIGNED[elements]
 
 
+@over_several
 @lru_cache(maxsize=65536)
 def operator_time_s(
     op: str,
@@ -190,11 +192,13 @@ def operator_time_s(
     return OperatorTime(forward_s, backward_s, flops, backward_flops, forward_bytes, backward_bytes)
 
 
+@over_several
 def copy_s(size_bytes: int, device: Device) -> float:
     """Seconds to read and write ``size_bytes``."""
     return on_device_s(_move_s(2 * size_bytes, device), device)
 
 
+@over_several
 def optimizer_step_s(
     parameter_bytes: int, optimizer: str, device: Device, launches: int = 1, moves: float = 0.0
 ) -> float:

@@ -190,43 +190,61 @@ class Cluster:
 
     def to_toml(self) -> str:
         """The text form; ``Cluster.parse`` reads it back to an equal cluster."""
-        lines = [f"{f.name} = {_text(getattr(self, f.name))}" for f in fields(self) if f.name in _CLUSTER_SCALARS]
-        lines += ["", "[device]"]
-        lines += [f"{f.name} = {_text(getattr(self.device, f.name))}" for f in fields(Device) if f.name != _PEAKS]
-        lines += ["", f"[device.{_PEAKS}]"]
-        lines += [f"{_text(dtype)} = {_text(peak)}" for dtype, peak in self.device.peak_flops_per_s.items()]
-        for name in ("intra", "inter"):
-            link = getattr(self, name)
-            lines += ["", f"[{name}]", *(f"{f.name} = {_text(getattr(link, f.name))}" for f in fields(Link))]
-        lines += ["", "[sources]", *(f"{_text(key)} = {_text(source)}" for key, source in self.sources)]
-        return "\n".join(lines) + "\n"
+        lines = [f"{f.name} = {text_of(getattr(self, f.name))}" for f in fields(self) if f.name in CLUSTER_SCALARS]
+        return "\n".join([*lines, *tables(self)]) + "\n"
 
     @staticmethod
     def parse(text: str, source: str = "cluster") -> Cluster:
         """Read the text form. Raises ClusterError naming ``source`` and the field that is wrong."""
+        data = toml_of(text, source)
+        if "groups" in data:
+            raise ClusterError(f"{source} describes groups of unequal machines; here machines of one kind are wanted")
         try:
-            data = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise ClusterError(f"{source} is not valid TOML: {error}. Correct the file.") from None
-        try:
-            peaks = _table(_table(data, "device"), _PEAKS, "device.")
-            for dtype, peak in peaks.items():
-                _number(f"device.{_PEAKS}.{dtype}", peak)
-            values: dict[str, Any] = {
-                "device": _build(Device, _table(data, "device"), "device.", {_PEAKS: peaks}),
-                "intra": _link(data, "intra"),
-                "inter": _link(data, "inter") if "inter" in data else _link(data, "intra"),
-                "sources": _sources(data.get("sources", {})),
-            }
-            cluster: Cluster = _build(Cluster, data, "", values)
+            return build_cluster(data)
         except ClusterError as error:
             raise ClusterError(f"{source}: {error}") from None
-        return cluster
 
 
 _PEAKS = "peak_flops_per_s"
-_CLUSTER_SCALARS = ("name", "gpus", "gpus_per_node", "nics_per_node")
+CLUSTER_SCALARS = ("name", "gpus", "gpus_per_node", "nics_per_node")
 _TYPES = {"str": str, "int": int, "float": float}
+
+
+def toml_of(text: str, source: str) -> dict[str, Any]:
+    """Raises ClusterError naming ``source`` where ``text`` is no TOML."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ClusterError(f"{source} is not valid TOML: {error}. Correct the file.") from None
+
+
+def build_cluster(data: Mapping[str, Any]) -> Cluster:
+    """A cluster from its TOML tables. Raises ClusterError naming the field that is wrong."""
+    peaks = _table(_table(data, "device"), _PEAKS, "device.")
+    for dtype, peak in peaks.items():
+        _number(f"device.{_PEAKS}.{dtype}", peak)
+    values: dict[str, Any] = {
+        "device": _build(Device, _table(data, "device"), "device.", {_PEAKS: peaks}),
+        "intra": link_of(data, "intra"),
+        "inter": link_of(data, "inter") if "inter" in data else link_of(data, "intra"),
+        "sources": sources_of(data.get("sources", {})),
+    }
+    cluster: Cluster = _build(Cluster, data, "", values)
+    return cluster
+
+
+def tables(cluster: Cluster, prefix: str = "") -> list[str]:
+    """The lines of the text form behind its plain fields; ``prefix``: of the names of tables."""
+    device = cluster.device
+    lines = ["", f"[{prefix}device]"]
+    lines += [f"{f.name} = {text_of(getattr(device, f.name))}" for f in fields(Device) if f.name != _PEAKS]
+    lines += ["", f"[{prefix}device.{_PEAKS}]"]
+    lines += [f"{text_of(dtype)} = {text_of(peak)}" for dtype, peak in device.peak_flops_per_s.items()]
+    for name in ("intra", "inter"):
+        link = getattr(cluster, name)
+        lines += ["", f"[{prefix}{name}]", *(f"{f.name} = {text_of(getattr(link, f.name))}" for f in fields(Link))]
+    lines += ["", f"[{prefix}sources]", *(f"{text_of(key)} = {text_of(source)}" for key, source in cluster.sources)]
+    return lines
 
 
 def presets() -> tuple[str, ...]:
@@ -242,8 +260,8 @@ def load_cluster(name_or_path: str | Path, gpus: int | None = None) -> Cluster:
     filled in order. Raises ClusterError.
     """
     text = str(name_or_path)
-    if isinstance(name_or_path, Path) or text.endswith(".toml") or "/" in text or "\\" in text:
-        cluster = _read(Path(name_or_path))
+    if is_path(name_or_path):
+        cluster = Cluster.parse(read_text(Path(name_or_path)), text)
     elif text in presets():
         file = resources.files(__package__).joinpath("presets", f"{text}.toml")
         cluster = Cluster.parse(file.read_text(encoding="utf-8"), f"preset {text}")
@@ -260,9 +278,16 @@ def load_cluster(name_or_path: str | Path, gpus: int | None = None) -> Cluster:
     return cluster if gpus is None else cluster.with_gpus(gpus)
 
 
-def _read(path: Path) -> Cluster:
+def is_path(name_or_path: str | Path) -> bool:
+    """Whether it names a file, not a preset."""
+    text = str(name_or_path)
+    return isinstance(name_or_path, Path) or text.endswith(".toml") or "/" in text or "\\" in text
+
+
+def read_text(path: Path) -> str:
+    """Raises ClusterError for a file that cannot be read."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise ClusterError(
             f"cannot read cluster file {path}: {error.strerror}. "
@@ -270,7 +295,6 @@ def _read(path: Path) -> Cluster:
         ) from None
     except UnicodeDecodeError:
         raise ClusterError(f"cluster file {path} is not text. Pass a TOML file.") from None
-    return Cluster.parse(text, str(path))
 
 
 def _build(cls: type, data: Mapping[str, Any], prefix: str, ready: Mapping[str, Any]) -> Any:
@@ -317,7 +341,7 @@ def _table(data: Mapping[str, Any], name: str, prefix: str = "") -> Mapping[str,
     return value
 
 
-def _link(data: Mapping[str, Any], name: str) -> Link:
+def link_of(data: Mapping[str, Any], name: str) -> Link:
     try:
         link: Link = _build(Link, _table(data, name), "", {})
     except ClusterError as error:
@@ -325,7 +349,7 @@ def _link(data: Mapping[str, Any], name: str) -> Link:
     return link
 
 
-def _sources(data: object) -> tuple[tuple[str, str], ...]:
+def sources_of(data: object) -> tuple[tuple[str, str], ...]:
     if not isinstance(data, dict) or not all(isinstance(text, str) for text in data.values()):
         raise ClusterError('[sources] must hold lines such as "device.memory_bytes" = "where the number is from"')
     return tuple(data.items())
@@ -348,7 +372,7 @@ def _fraction(name: str, value: float) -> None:
     _require(0 < value <= 1, f"{name} is {value}", "it must be above 0 and at most 1")
 
 
-def _text(value: object) -> str:
+def text_of(value: object) -> str:
     """A TOML value. JSON escapes are TOML escapes, but for DEL, which JSON leaves as it is."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
