@@ -6,8 +6,8 @@
     python -m benchmarks.published --worst 20              the rows that are predicted worst
 
 A source (SOURCES) is a file of rows with the software that ran them (costmodels.software). Constants of that software which
-nothing else tells are calibrated on every fifth row (``calibrates``: the first, sixth, ... of the file) by
-benchmarks.calibrate; errors are of the others. What is shown:
+nothing else tells are calibrated on every fifth row (``calibrates``: the first, sixth, ... of the file); errors are of the
+others. What is shown:
 
     MAPE          mean of |predicted / measured - 1|
     worst         the largest
@@ -173,10 +173,11 @@ def mape(found: Iterable[Predicted]) -> float:
 
 
 def rank_correlation(found: Sequence[Predicted]) -> float:
-    """Spearman's; 1 for fewer than two."""
-    if len(found) < 2:
-        return 1.0
-    return statistics.correlation(ranks([one.measured_s for one in found]), ranks([one.predicted_s for one in found]))
+    """Spearman's; NaN where one of both is always the same."""
+    measured, predicted = [one.measured_s for one in found], [one.predicted_s for one in found]
+    if len(set(measured)) < 2 or len(set(predicted)) < 2:
+        return math.nan
+    return statistics.correlation(ranks(measured), ranks(predicted))
 
 
 def ranks(values: Sequence[float]) -> list[float]:

@@ -61,6 +61,8 @@ class Device:
     ``memory_bytes``: what a process may plan to fill. ``peak_flops_per_s``: dense peak by dtype name (a multiply-add
     is two operations); read only. ``kernel_launch_s``: least time between the starts of two operators,
     which the host takes to send one. ``kernel_least_s``: what one keeps a GPU at least, however small.
+    ``serial_share``: the part of what the host and the GPU take for a sequence of operators, summed, that it takes at least:
+    1/2 if either always hides the other, 1 if they take turns.
     ``matmul_efficiency``, ``attention_efficiency`` and ``memory_efficiency``: the fraction of the peak that a large
     matrix product, a fused attention kernel and a large copy reach. ``multiprocessors`` and ``matmul_tile``: how a
     matrix product is cut (costmodels.compute); 1 and 1 mean that its shape has no effect. ``alignment_bytes``: what rows in
@@ -82,6 +84,7 @@ class Device:
     alignment_bytes: int = 1
     overlap_slowdown: float = 0.0
     kernel_least_s: float = 0.0
+    serial_share: float = 0.5
 
     def __post_init__(self) -> None:
         peaks = {str(dtype): float(peak) for dtype, peak in self.peak_flops_per_s.items()}
@@ -99,6 +102,11 @@ class Device:
             f"device.overlap_slowdown is {self.overlap_slowdown}",
             "it must be 0 or more and less than 1",
         )
+        _require(
+            0.5 <= self.serial_share <= 1,
+            f"device.serial_share is {self.serial_share}",
+            "it must be between 0.5 and 1",
+        )
         for name in ("matmul_efficiency", "attention_efficiency", "memory_efficiency"):
             _fraction(f"device.{name}", getattr(self, name))
 
@@ -112,6 +120,12 @@ class Device:
     def host_s(self, launches: int) -> float:
         """The least time the host takes for so many operators while a GPU works; on a CPU it is part of their own time."""
         return launches * self.kernel_launch_s if self.kind != "cpu" else 0.0
+
+    def elapsed_s(self, on_device_s: float, launches: int) -> float:
+        """Of a sequence of so many operators that take ``on_device_s``: as long as the device or the host takes, or a part of
+        both."""
+        host_s = self.host_s(launches)
+        return max(on_device_s, host_s, self.serial_share * (on_device_s + host_s))
 
     def peak(self, dtype: str) -> float:
         """Peak operations per second in ``dtype``; that of float32 where the device lists none."""

@@ -69,11 +69,11 @@ class Cost:
         return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def with_host(self, device: Device) -> Cost:
-        """Of a sequence: as long as the device or the host takes for it."""
+        """Of a sequence: as long as the device and the host take for it."""
         return replace(
             self,
-            forward_s=max(self.forward_s, device.host_s(self.forward_launches)),
-            backward_s=max(self.backward_s, device.host_s(self.backward_launches)),
+            forward_s=device.elapsed_s(self.forward_s, self.forward_launches),
+            backward_s=device.elapsed_s(self.backward_s, self.backward_launches),
         )
 
 

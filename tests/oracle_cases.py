@@ -172,6 +172,7 @@ def clusters(draw: st.DrawFn, most: int = 4) -> Cluster:
         link_bytes_per_s=link,
         latency_s=draw(st.sampled_from([0.0, 1e-7, 1e-6, 1e-5])),
         launch_s=draw(st.sampled_from([0.0, 1e-7, 1e-6])),
+        serial_share=draw(st.sampled_from([0.5, 0.65])),
         gpus_per_node=draw(st.sampled_from([1, 2, 4, 4])),
         inter_bytes_per_s=link * draw(st.sampled_from([0.1, 0.5, 1.0])),
         kind=draw(st.sampled_from(["gpu", "gpu", "cpu"])),

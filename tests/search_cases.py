@@ -36,9 +36,19 @@ def cluster(
     gpus_per_node: int = 64,
     inter_bytes_per_s: float = 1e9,
     kind: str = "gpu",
+    serial_share: float = 0.5,
 ) -> Cluster:
     """Round numbers, nothing measured."""
-    device = Device("made-up", AMPLE, {"float32": flops_per_s}, memory_bytes_per_s, launch_s, 1.0, kind)
+    device = Device(
+        "made-up",
+        AMPLE,
+        {"float32": flops_per_s},
+        memory_bytes_per_s,
+        launch_s,
+        1.0,
+        kind,
+        serial_share=serial_share,
+    )
     intra, inter = Link(link_bytes_per_s, latency_s), Link(inter_bytes_per_s, 10 * latency_s)
     return Cluster("made-up", device, gpus, gpus_per_node, intra, inter)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -182,3 +183,13 @@ def test_cost_models_load_neither_torch_nor_a_solver_nor_the_planner() -> None:
     root = Path(__file__).parent.parent
     answer = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"
+
+
+def test_a_gpu_and_its_host_overlap_in_part() -> None:
+    device = replace(load_cluster("dgx-a100-80gb").device, kernel_launch_s=1e-3, serial_share=0.6)
+    assert device.elapsed_s(0.1, 10) == 0.1  # the host is long done
+    assert device.elapsed_s(1e-3, 10) == 0.01  # the GPU waits
+    assert device.elapsed_s(0.01, 10) == pytest.approx(0.012)
+    assert replace(device, kind="cpu").elapsed_s(0.01, 10) == 0.01
+    with pytest.raises(ClusterError, match=r"device.serial_share is 0.4; it must be between 0.5 and 1"):
+        replace(device, serial_share=0.4)

@@ -319,6 +319,17 @@ def test_a_gpu_waits_for_its_host(launch_s: float) -> None:
     assert found.objective_s == pytest.approx(least_s, rel=1e-3) or launch_s < 1e-3
 
 
+@pytest.mark.parametrize("launch_s", [1e-6, 1e-5, 1e-4])
+def test_a_gpu_and_its_host_take_a_share_of_both(launch_s: float) -> None:
+    """The program of one segment counts what its price counts, wherever the device, the host or both together decide."""
+    graph, on = graph_of(mlp), cluster(2, launch_s=launch_s, serial_share=0.7)
+    pricing = Pricing(on, Mesh(tp=2))
+    found = solve_letters(graph, pricing)
+    assert found.objective_s == pytest.approx(lowered_cost_s(graph, found, pricing), rel=1e-6)
+    alone = Pricing(replace(on, device=replace(on.device, serial_share=0.5)), Mesh(tp=2))
+    assert found.objective_s >= solve_letters(graph, alone).objective_s * (1 - 1e-9)
+
+
 def with_moves_s(graph: Graph, found: Letters, pricing: Pricing) -> float:
     """The solution under ZeRO-3 priced as the finished program: of equal segments their work, or what moves if that is more."""
     sharded = shard(graph, "tp", pricing.mesh.tp, found.strategies, found.leaves).graph

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from costmodels.hardware import load_cluster
 from planner.errors import InvalidPlan
 from planner.ir.program import Program
 from planner.lower import lower
-from planner.solve.configuration import Evaluator, Problem
+from planner.solve.configuration import Evaluator
 from planner.strategies import plan_by_hand
 from planner.trace import Batch, Traced, tensors_by_target, trace
 from runtime.collectives import Axis
@@ -23,6 +22,7 @@ from runtime.stage_module import build_stage
 from runtime.state import fill
 from tests.models import MODELS, Case
 from tests.reference import input_tensors, traced
+from tests.search_cases import cluster, problem
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = ("gpt_tied", "resnet_digits", "hf_llama", "hf_gpt2", "hf_bert", "hf_vit", "mlp")
@@ -36,9 +36,8 @@ def case_of(name: str) -> tuple[Case, Traced]:
 
 def program_of(name: str, strategy: str, ranks: int) -> tuple[Case, Traced, Program]:
     case, found = case_of(name)
-    cluster = load_cluster("dgx-a100-80gb", ranks)
-    problem = Problem(name, found.graph, cluster, "adamw", "float32", cluster.device.memory_bytes)
-    return case, found, lower(found.graph, plan_by_hand(Evaluator(problem), strategy))
+    evaluator = Evaluator(problem(found.graph, cluster(ranks, link_bytes_per_s=1e11)))
+    return case, found, lower(found.graph, plan_by_hand(evaluator, strategy))
 
 
 def test_golden_text_of_a_stage() -> None:
@@ -122,9 +121,8 @@ def test_every_parameter_is_owned_once_and_tied_ones_are_known() -> None:
 def test_a_strategy_the_operator_does_not_have_is_refused() -> None:
     case = MODELS["gpt_tied"](torch.float32)
     found = traced(case)
-    cluster = load_cluster("dgx-a100-80gb", 2)
-    problem = Problem("gpt", found.graph, cluster, "adamw", "float32", cluster.device.memory_bytes)
-    plan = plan_by_hand(Evaluator(problem), "tp")
+    made = problem(found.graph, cluster(2))
+    plan = plan_by_hand(Evaluator(made), "tp")
     edited = tuple(replace(row, tp="nonsense") if row.op == "aten.linear.default" else row for row in plan.layouts)  # type: tuple[OperatorLayout, ...]
     with pytest.raises(InvalidPlan, match="strategy 'nonsense'"):
         lower(found.graph, replace(plan, layouts=edited))
@@ -148,8 +146,7 @@ class Teacher(nn.Module):
 
 def test_an_input_keeps_its_name_beside_what_a_stage_receives() -> None:
     found = trace(Teacher(), Batch((torch.randn(8, 8),), {}))
-    cluster = load_cluster("dgx-a100-80gb", 2)
-    problem = Problem("teacher", found.graph, cluster, "adamw", "float32", cluster.device.memory_bytes)
-    program = lower(found.graph, plan_by_hand(Evaluator(problem), "model"))
+    made = problem(found.graph, cluster(2))
+    program = lower(found.graph, plan_by_hand(Evaluator(made), "model"))
     assert program.stages[1].inputs == ("x",)
     assert "def forward(self, x_1, *, x):" in program.stages[1].source

@@ -7,7 +7,8 @@
                      sum_f q[c,f,t] = X[c,t]    for every target pair t  ... into the pair c asks for
                      q[c,f,t] <= e[v,f,t]                               a conversion is paid once for all its consumers
 
-    idle             I_k >= host_k - device_k                       of equal segments k, each way: what a GPU waits for the host
+    idle             I_k >= host_k - device_k                       of equal segments k, each way: what a GPU waits for the host,
+                     I_k >= a host_k - (1 - a) device_k             a = Device.serial_share
     hold             sum_v,f bytes[v,f] x[v,f] <= share of all weights       where they would not fit otherwise
     exposed          E_k >= moves_k - (1 - s) work_k                under ZeRO-3, of equal segments k: what of moving the weights
                      E_k >= s moves_k                               over dp operators and conversions do not hide
@@ -84,9 +85,9 @@ class LettersProgram:
         self.program = LinearProgram()
         # Kind of segment -> what its variables cost, for one micro-batch.
         self.work: dict[Hashable, dict[int, float]] = {}
-        # Kind of segment and way -> what the host takes for its variables beyond the device, and the most they can sum to.
-        self.behind: dict[tuple[Hashable, str], dict[int, float]] = {}
-        self.most_behind: dict[tuple[Hashable, str], float] = {}
+        # Kind of segment, way, row of ``idle`` -> its terms, and the most they can sum to.
+        self.behind: dict[tuple[Hashable, str, int], dict[int, float]] = {}
+        self.most_behind: dict[tuple[Hashable, str, int], float] = {}
         self.conversions: dict[tuple[int, Pair, Pair], Cost] = {}
         self.classes: dict[str, Hashable] = dict(node_classes(graph))
         self.kinds = segment_kinds(graph)
@@ -111,28 +112,39 @@ class LettersProgram:
         kind = self.kinds[max(segment, 0)]
         work = self.work.setdefault(kind, {})
         device = self.pricing.cluster.device
-        behind_us: dict[str, dict[int, float]] = {"forward": {}, "backward": {}}
+        share = device.serial_share
+        behind_us: dict[tuple[str, int], dict[int, float]] = {}
         for x, cost in costs.items():
             cost_us = count * cost.total_s * MICROSECONDS_PER_S
             self.program.price[x] += cost_us
             work[x] = work.get(x, 0.0) + cost_us
-            for way, terms in behind_us.items():
-                late_s = device.host_s(getattr(cost, f"{way}_launches")) - getattr(cost, f"{way}_s")
-                terms[x] = count * late_s * MICROSECONDS_PER_S
-        for way, terms in behind_us.items():
-            found = self.behind.setdefault((kind, way), {})
+            for way, on_device_s, launches in (
+                ("forward", cost.forward_s, cost.forward_launches),
+                ("backward", cost.backward_s, cost.backward_launches),
+            ):
+                host_s = device.host_s(launches)
+                for row, late_s in enumerate((host_s - on_device_s, share * host_s - (1 - share) * on_device_s)):
+                    behind_us.setdefault((way, row), {})[x] = count * late_s * MICROSECONDS_PER_S
+        for (way, row), terms in behind_us.items():
+            found = self.behind.setdefault((kind, way, row), {})
             for x, late_us in terms.items():
                 found[x] = found.get(x, 0.0) + late_us
-            self.most_behind[kind, way] = self.most_behind.get((kind, way), 0.0) + max(0.0, *terms.values())
+            self.most_behind[kind, way, row] = self.most_behind.get((kind, way, row), 0.0) + max(0.0, *terms.values())
 
     def _idle(self) -> None:
         """What a GPU waits for its host in each kind of segments, forward and backward, where that can be at all."""
-        for place, terms in self.behind.items():
-            if self.pricing.cluster.device.kind != "cpu" and self.most_behind[place] > 0.0:
-                idle = self.program.variable(math.inf)
-                self.program.row([*terms.items(), (idle, -1.0)], upper=0.0)
-                self.program.price[idle] = 1.0
-                self.work[place[0]][idle] = 1.0
+        device = self.pricing.cluster.device
+        if device.kind == "cpu":
+            return
+        waits: dict[tuple[Hashable, str], int] = {}
+        for (kind, way, row), terms in self.behind.items():
+            if self.most_behind[kind, way, row] <= 0.0 or (row and device.serial_share == 0.5):
+                continue  # with a share of 1/2 the second row is half of the first
+            if (kind, way) not in waits:
+                waits[kind, way] = self.program.variable(math.inf)
+                self.program.price[waits[kind, way]] = 1.0
+                self.work[kind][waits[kind, way]] = 1.0
+            self.program.row([*terms.items(), (waits[kind, way], -1.0)], upper=0.0)
 
     def _weight(self, segment: int) -> int:
         return 1 if self.weights is None or segment < 0 else self.weights[segment]
