@@ -7,6 +7,7 @@
     compute       floating-point operations and time of an operator, forward and backward
     collectives   time of a collective over a group of ranks
     memory        what autograd keeps for backward; weights, gradients and optimizer state of a device
+    measured      tables of times measured at the shapes of a model, and prices by them
     calibration   the constants of a machine from times measured on it
 
 Imports neither torch, nor a solver, nor planner.
