@@ -25,6 +25,8 @@ class Software:
     Bytes of one element: ``weight_bytes``, ``gradient_bytes``, ``optimizer_bytes`` as held all step long;
     ``reduced_bytes`` as its gradient travels; ``update_bytes`` moved by the optimizer. ``update_launches``: operators of
     the update, for each weight tensor; 0: one a segment.
+    ``loss_in_place``: cross-entropy overwrites its logits. ``gradients_in_place``: products add to the gradients of weights
+    themselves. ``workspace_bytes``: what libraries keep on a GPU of a process, of the memory torch counts.
     """
 
     name: str = "meshwright"
@@ -36,11 +38,14 @@ class Software:
     reduced_bytes: int = 0
     update_bytes: int = 0
     update_launches: int = 0
+    loss_in_place: bool = False
+    gradients_in_place: bool = False
+    workspace_bytes: int = 0
 
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name not in ("name", "overlaps_reduction") and value < 0:
+            if f.type == "int" and value < 0 or f.name == "launch_s" and value < 0:
                 raise ValueError(f"software {self.name}: {f.name} is {value}; it must be 0 or more")
 
 

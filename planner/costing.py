@@ -26,6 +26,7 @@ from costmodels.operators import attention_is_fused
 from planner.ir.graph import DTYPE_BYTES, Graph, Leaf, Node, Value
 from planner.ir.layout import WHOLE, Pair, conversion
 from planner.ir.mesh import MICRO, Mesh
+from planner.live import temporary_bytes as live_bytes
 from planner.saved import FUSED, SHAPE, SavedTensors, as_priced, run_again, saved_tensors, select, tensor
 from planner.segment_cost import Recomputation, SegmentCost
 from planner.segments import segment_nodes
@@ -277,7 +278,8 @@ def _segment_cost(
     saved = saved_tensors(graph, nodes, pricing.cluster.device.kind)
     inputs = _inputs(graph, number, nodes)
     own_nodes = [node for node in nodes if node.segment >= 0]
-    selective, full = _recomputations(graph, own_nodes, saved, inputs, pricing)
+    temporary = _temporary_bytes(graph, nodes, saved, pricing) + held.temporary_bytes + saved.shared
+    selective, full = _recomputations(graph, own_nodes, saved, inputs, temporary, pricing)
     return SegmentCost(
         forward_s=forward + held.ahead_s,
         backward_s=backward + held.behind_s,
@@ -288,7 +290,7 @@ def _segment_cost(
         weights_bytes=held.weights_bytes,
         gradients_bytes=held.gradients_bytes,
         optimizer_bytes=held.optimizer_bytes,
-        temporary_bytes=_largest_bytes(graph, nodes) + held.temporary_bytes + saved.shared,
+        temporary_bytes=temporary,
         gradient_sync_per_step_s=held.sync_per_step_s,
         unhidden_per_step_s=held.unhidden_s,
         optimizer_per_step_s=held.update_per_step_s,
@@ -345,22 +347,30 @@ def _inputs(graph: Graph, number: int, nodes: Sequence[Node]) -> dict[str, int]:
     }
 
 
-def _largest_bytes(graph: Graph, nodes: Iterable[Node]) -> int:
-    """The most one operator reads and makes, twice: a tensor and its gradient are alive at once in backward."""
-    values = graph.values
-    leaves = graph.leaf_by_name
-    sizes = (
-        sum(values[n].size_bytes for n in set(node.operands) if n not in leaves)
-        + sum(v.size_bytes for v in node.outputs)
-        for node in nodes
+def _temporary_bytes(graph: Graph, nodes: Sequence[Node], saved: SavedTensors, pricing: Pricing) -> int:
+    """What is alive besides what is kept. Gradients of weights of a single micro-batch are those that stay."""
+    software = pricing.cluster.software
+    workspace = software.workspace_bytes
+    return workspace + live_bytes(
+        graph,
+        nodes,
+        saved,
+        pricing.cluster.device.kind,
+        accumulates=pricing.micro_batches > 1 and not software.gradients_in_place,
+        loss_in_place=software.loss_in_place,
     )
-    return 2 * max(sizes, default=0)
 
 
 def _recomputations(
-    graph: Graph, nodes: Sequence[Node], saved: SavedTensors, inputs: Mapping[str, int], pricing: Pricing
+    graph: Graph,
+    nodes: Sequence[Node],
+    saved: SavedTensors,
+    inputs: Mapping[str, int],
+    temporary_bytes: int,
+    pricing: Pricing,
 ) -> tuple[Recomputation, Recomputation]:
-    """Selective and full recomputation of a segment with these ``nodes``; ``inputs``: name -> bytes of what it receives."""
+    """Selective and full recomputation of a segment with these ``nodes``; ``inputs``: name -> bytes of what it receives;
+    ``temporary_bytes``: what it holds when nothing is recomputed."""
     again = run_again(graph, nodes)
     how = select(graph, nodes)
     stored: dict[str, int] = {}  # what selective recomputation keeps besides the inputs
@@ -386,9 +396,12 @@ def _recomputations(
     held_anyway += sum(size for name, size in saved.own.items() if name in stored and name not in inputs)
     return (
         Recomputation(
-            selective.forward_s, selective.forward_communication_s, kept + sum(stored.values()), own - held_anyway
+            selective.forward_s,
+            selective.forward_communication_s,
+            kept + sum(stored.values()),
+            temporary_bytes + own - held_anyway,
         ),
-        Recomputation(full.forward_s, full.forward_communication_s, kept, own),
+        Recomputation(full.forward_s, full.forward_communication_s, kept, temporary_bytes + own),
     )
 
 

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from costmodels.memory import Saved, saved_for_backward_bytes
-from costmodels.operators import Hint, Tensor, argument_hint, is_view
+from costmodels.operators import HALF, Hint, Tensor, argument_hint, is_view
 from planner.ir.graph import Graph, Node, Value
 from planner.ir.layout import Pair, conversion
 
@@ -66,6 +66,8 @@ def saved_of(node: Node, values: Mapping[str, Value], kinds: Sequence[str]) -> S
         return ()
     op, inputs, outputs, hint = as_priced(node, values)
     needs = tuple(values[name].differentiable for name in node.operands)
+    if node.op == "vocab_cross_entropy" and inputs[0][1] in HALF:  # it computes in float32
+        inputs = ((inputs[0][0], "float32"), *inputs[1:])
     found = (saved_for_backward_bytes(op, inputs, outputs, needs, hint, kind) for kind in kinds)
     return tuple(dict.fromkeys(item for saved in found for item in saved))
 

@@ -6,12 +6,12 @@
 
 Memory of a stage holding f micro-batches in flight, over its segments s, each with its recomputation:
 
-    sum_s states_s  +  f * sum_s kept_s  +  max_s temporary_s  +  max_s again_s
+    sum_s states_s  +  f * sum_s kept_s  +  max_s temporary_s
 
-                 extra time, in backward      kept                  again: what exists only while it is computed again
-    none         0                            activations           0
-    selective    of what is run again         given by costing      activations without what was kept of them
-    full         the forward (or given)       input                 activations
+                 extra time, in backward      kept                  temporary: what exists only while it runs
+    none         0                            activations           t: gradients on their way, scratch (planner.live)
+    selective    of what is run again         given by costing      t and what was not kept of the activations
+    full         the forward (or given)       input                 t and the activations
 
 Of several stages on one device the states add up, the largest temporary counts once, and f is the worst of the moments
 that the schedule brings (``stage_estimates``).
@@ -29,13 +29,13 @@ from planner.ir.plan import MemoryEstimate, StageEstimate
 @dataclass(frozen=True)
 class Recomputation:
     """One way to keep less of a segment. ``extra_s``: time added to backward, of which ``extra_communication_s``
-    communicates; ``kept_bytes``: of a micro-batch, between forward and backward; ``again_bytes``: held while the segment
-    is computed again."""
+    communicates; ``kept_bytes``: of a micro-batch, between forward and backward; ``temporary_bytes``: held besides while
+    the segment runs."""
 
     extra_s: float = 0.0
     extra_communication_s: float = 0.0
     kept_bytes: int = 0
-    again_bytes: int = 0
+    temporary_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class SegmentCost:
 
     ``forward_s`` and ``backward_s`` include communication (``*_communication_s``, and under ZeRO-3 the gathering of
     weights as far as it is exposed). ``activations_bytes``: kept for the backward of one micro-batch; ``input_bytes``: what is
-    kept instead when the segment is recomputed in full. ``selective``: None where that is no choice;
-    ``full``: None for the forward once more. ``weight_backward_s``: the part of ``backward_s`` that only makes gradients
+    kept instead when the segment is recomputed in full. ``temporary_bytes``: when nothing is recomputed.
+    ``selective``: None where that is no choice; ``full``: None for the forward once more. ``weight_backward_s``: the part of ``backward_s`` that only makes gradients
     of weights. ``transfer_s``: sending its output to a next stage, one way.
     ``*_per_step_s`` are paid once a step; ``unhidden_per_step_s`` is the part of ``gradient_sync_per_step_s`` that dp takes
     whatever else takes time.
@@ -73,9 +73,12 @@ class SegmentCost:
     def recomputations(self) -> Mapping[str, Recomputation]:
         """By their words in a plan, the ways to run this segment; 'none' first."""
         full = self.full or Recomputation(
-            self.forward_s, self.forward_communication_s, self.input_bytes, self.activations_bytes
+            self.forward_s,
+            self.forward_communication_s,
+            self.input_bytes,
+            self.temporary_bytes + self.activations_bytes,
         )
-        found = {"none": Recomputation(kept_bytes=self.activations_bytes)}
+        found = {"none": Recomputation(kept_bytes=self.activations_bytes, temporary_bytes=self.temporary_bytes)}
         if self.selective is not None:
             found["selective"] = self.selective
         return {**found, "full": full}
@@ -111,7 +114,7 @@ def stage_estimate(
             gradients_bytes=sum(s.gradients_bytes for s in segments),
             optimizer_bytes=sum(s.optimizer_bytes for s in segments),
             activations_bytes=in_flight * sum(way.kept_bytes for way in ways),
-            temporary_bytes=max(s.temporary_bytes for s in segments) + max(way.again_bytes for way in ways),
+            temporary_bytes=max(way.temporary_bytes for way in ways),
         ),
         weight_backward_s=sum(s.weight_backward_s for s in segments),
     )

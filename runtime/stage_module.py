@@ -245,7 +245,10 @@ def _run_segment(module: StageModule, segment: Segment, number: int, *arguments:
 
     def keeping(*received: Any) -> Any:
         segment.__dict__["keep"] = kept.again() if kept is not None else PLAIN
-        return run(*received)
+        try:
+            return run(*received)
+        finally:
+            segment.__dict__["keep"] = PLAIN  # what is kept lives no longer than the graph it is for
 
     return checkpoint(keeping, *arguments, use_reentrant=False, preserve_rng_state=False)
 

@@ -1,14 +1,14 @@
 """What to recompute of the segments of a stage: the frontier of time against memory over one interval of the chain.
 
-A label says what one choice costs an interval: (extra seconds, bytes kept of a micro-batch, most bytes held while a segment
-is computed again). Labels grow segment by segment, each with every way to run it (planner.segment_cost.Recomputation); a
+A label says what one choice costs an interval: (extra seconds, bytes kept of a micro-batch, most bytes held besides while a
+segment runs). Labels grow segment by segment, each with every way to run it (planner.segment_cost.Recomputation); a
 label that is nowhere better than another is dropped. Which of equal segments are recomputed does not matter, only how many,
 so labels belong to the numbers of segments of each kind: n equal segments with w ways have at most n^(w - 1) labels, and the
 intervals of a chain share them.
 
 Memory of a label with f micro-batches in flight (planner.segment_cost.stage_estimate):
 
-    states + f * kept + max temporary + again
+    states + f * kept + temporary
 
 Where there are too many labels some are left out. What fits is then still known exactly, because the labels of least memory
 stay (``least_memory``), and the extra time has a lower bound (``least_extra_s``): the fractional knapsack that recomputes
@@ -36,11 +36,11 @@ class Label:
 
     extra_s: float
     kept_bytes: int
-    again_bytes: int
+    temporary_bytes: int
     recompute: tuple[str, ...]
 
     def memory_bytes(self, in_flight: int, fixed_bytes: int) -> int:
-        return fixed_bytes + in_flight * self.kept_bytes + self.again_bytes
+        return fixed_bytes + in_flight * self.kept_bytes + self.temporary_bytes
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -49,13 +49,13 @@ class _Mix:
 
     extra_s: float
     kept_bytes: int
-    again_bytes: int
+    temporary_bytes: int
     before: _Mix | None = field(default=None, compare=False)
     kind: int = field(default=0, compare=False)
     word: str = field(default="", compare=False)
 
 
-_FIGURES = attrgetter("extra_s", "kept_bytes", "again_bytes")
+_FIGURES = attrgetter("extra_s", "kept_bytes", "temporary_bytes")
 
 
 class Frontier:
@@ -71,18 +71,20 @@ class Frontier:
         self._states = [0]
         self._plain = [0]
         self._least = [0]
-        self._again: list[int] = []
+        self._temporary: list[int] = []  # where least is kept
+        self._least_temporary: list[int] = []
         for segment in segments:
             self._states.append(self._states[-1] + segment.states_bytes)
             self._plain.append(self._plain[-1] + segment.activations_bytes)
-            kept, again = min((way.kept_bytes, way.again_bytes) for way in segment.recomputations.values())
+            ways = segment.recomputations.values()
+            kept, temporary = min((way.kept_bytes, way.temporary_bytes) for way in ways)
             self._least.append(self._least[-1] + kept)
-            self._again.append(again)
+            self._temporary.append(temporary)
+            self._least_temporary.append(min(way.temporary_bytes for way in ways))
 
     def fixed_bytes(self, first: int, end: int) -> int:
-        """Bytes that do not depend on what is recomputed."""
-        temporary = max(segment.temporary_bytes for segment in self.segments[first:end])
-        return self._states[end] - self._states[first] + temporary
+        """Bytes that do not depend on what is recomputed: the states."""
+        return self._states[end] - self._states[first]
 
     def labels(self, first: int, end: int) -> tuple[Label, ...]:
         """The frontier of segments ``first`` up to ``end``, fastest first."""
@@ -91,16 +93,17 @@ class Frontier:
     def may_fit(self, first: int, end: int, in_flight: int, limit_bytes: int) -> bool | None:
         """Whether some choice fits; None where only its labels tell. Without them: where each segment keeps least."""
         least = self.fixed_bytes(first, end) + in_flight * (self._least[end] - self._least[first])
-        if least > limit_bytes:
+        if least + max(self._least_temporary[first:end]) > limit_bytes:
             return False
-        return True if least + max(self._again[first:end]) <= limit_bytes else None
+        return True if least + max(self._temporary[first:end]) <= limit_bytes else None
 
     def fastest(self, first: int, end: int, in_flight: int, limit_bytes: int) -> Label | None:
         """The fastest label that fits; among equals the one that holds least. None when none fits."""
         fixed = self.fixed_bytes(first, end)
         plain = self._plain[end] - self._plain[first]
-        if fixed + in_flight * plain <= limit_bytes:
-            return Label(0.0, plain, 0, ("none",) * (end - first))
+        temporary = max(segment.temporary_bytes for segment in self.segments[first:end])
+        if fixed + in_flight * plain + temporary <= limit_bytes:
+            return Label(0.0, plain, temporary, ("none",) * (end - first))
         if self.may_fit(first, end, in_flight, limit_bytes) is False:
             return None
         room = limit_bytes - fixed
@@ -108,8 +111,8 @@ class Frontier:
         for mix in self._frontier(first, end):
             if best is not None and mix.extra_s > best.extra_s:
                 break
-            size = in_flight * mix.kept_bytes + mix.again_bytes
-            if size <= room and (best is None or size < in_flight * best.kept_bytes + best.again_bytes):
+            size = in_flight * mix.kept_bytes + mix.temporary_bytes
+            if size <= room and (best is None or size < in_flight * best.kept_bytes + best.temporary_bytes):
                 best = mix
         return None if best is None else self._label(best, first, end)
 
@@ -120,12 +123,13 @@ class Frontier:
             fastest = self.fastest(first, end, in_flight, limit_bytes)
             return fastest.extra_s if fastest is not None else 0.0
         excess = self.fixed_bytes(first, end) + in_flight * (self._plain[end] - self._plain[first]) - limit_bytes
+        excess += max(self._least_temporary[first:end])
         return least_recomputation_s(part, (in_flight,) * len(part), excess)
 
     def least_bytes(self, first: int, end: int, in_flight: int) -> int:
         """The least memory any choice needs."""
         mixes = self._frontier(first, end)
-        return self.fixed_bytes(first, end) + min(in_flight * x.kept_bytes + x.again_bytes for x in mixes)
+        return self.fixed_bytes(first, end) + min(in_flight * x.kept_bytes + x.temporary_bytes for x in mixes)
 
     def _frontier(self, first: int, end: int) -> list[_Mix]:
         counts: dict[int, int] = {}
@@ -156,7 +160,7 @@ class Frontier:
             _Mix(
                 x.extra_s + way.extra_s,
                 x.kept_bytes + way.kept_bytes,
-                max(x.again_bytes, way.again_bytes),
+                max(x.temporary_bytes, way.temporary_bytes),
                 x,
                 kind,
                 word,
@@ -166,17 +170,19 @@ class Frontier:
         )
 
     def _least_memory(self, counts: Sequence[tuple[int, int]]) -> list[_Mix]:
-        """For each size that the largest recomputation may have, the mix that keeps least."""
+        """For each size that the largest temporary bytes may have, the mix that keeps least."""
         kinds = [(kind, number, self._of_kind[kind]) for kind, number in counts]
         found = []
-        for most in sorted({way.again_bytes for *_, s in kinds for way in s.recomputations.values()}):
+        sizes = [{way.temporary_bytes for way in segment.recomputations.values()} for *_, segment in kinds]
+        least = max(map(min, sizes))
+        for most in sorted(size for size in set().union(*sizes) if size >= least):
             mix = _Mix(0.0, 0, 0)
             for kind, number, segment in kinds:
-                allowed = [(w, word) for word, w in segment.recomputations.items() if w.again_bytes <= most]
+                allowed = [(w, word) for word, w in segment.recomputations.items() if w.temporary_bytes <= most]
                 way, word = min(allowed, key=lambda x: (x[0].kept_bytes, x[0].extra_s))
                 for _ in range(number):
                     extra_s, kept = mix.extra_s + way.extra_s, mix.kept_bytes + way.kept_bytes
-                    mix = _Mix(extra_s, kept, max(mix.again_bytes, way.again_bytes), mix, kind, word)
+                    mix = _Mix(extra_s, kept, max(mix.temporary_bytes, way.temporary_bytes), mix, kind, word)
             found.append(mix)
         return found
 
@@ -189,7 +195,7 @@ class Frontier:
             at = at.before
         ordered = {kind: iter(sorted(chosen, key=RECOMPUTATIONS.index)) for kind, chosen in words.items()}
         recompute = tuple(next(ordered[kind]) for kind in self._kinds[first:end])
-        return Label(mix.extra_s, mix.kept_bytes, mix.again_bytes, recompute)
+        return Label(mix.extra_s, mix.kept_bytes, mix.temporary_bytes, recompute)
 
 
 def pareto(mixes: Iterable[_Mix]) -> list[_Mix]:
@@ -199,15 +205,15 @@ def pareto(mixes: Iterable[_Mix]) -> list[_Mix]:
     agains: list[int] = []
     leasts: list[int] = []
     for mix in sorted(mixes, key=_FIGURES):
-        place = bisect_right(agains, mix.again_bytes)
+        place = bisect_right(agains, mix.temporary_bytes)
         if place and leasts[place - 1] <= mix.kept_bytes:
             continue
         kept.append(mix)
-        start = bisect_left(agains, mix.again_bytes)
+        start = bisect_left(agains, mix.temporary_bytes)
         stop = start
         while stop < len(leasts) and leasts[stop] >= mix.kept_bytes:
             stop += 1
-        agains[start:stop], leasts[start:stop] = [mix.again_bytes], [mix.kept_bytes]
+        agains[start:stop], leasts[start:stop] = [mix.temporary_bytes], [mix.kept_bytes]
     return kept
 
 

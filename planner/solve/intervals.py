@@ -107,7 +107,7 @@ class Intervals:
                 label = Label(
                     sum(way.extra_s for way in ways),
                     sum(way.kept_bytes for way in ways),
-                    max(way.again_bytes for way in ways),
+                    max(way.temporary_bytes for way in ways),
                     (word,) * len(part),
                 )
                 found.append(self._with(stage, first, end, label, label.extra_s))

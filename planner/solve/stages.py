@@ -314,10 +314,7 @@ class _Program:
         for stage in range(rank, len(self.rows), self.pp):
             row = self.rows[stage]
             parts = [segments[x.first : x.end] for x in row]
-            sizes = [
-                max(s.temporary_bytes for s in part) + x.label.again_bytes for part, x in zip(parts, row, strict=True)
-            ]
-            self.model.add(temporary >= self._of_interval(stage, sizes))
+            self.model.add(temporary >= self._of_interval(stage, [x.label.temporary_bytes for x in row]))
             states.append(self._of_interval(stage, [sum(s.states_bytes for s in part) for part in parts]))
             sizes = [x.label.kept_bytes for x in row]
             kept.append(self.model.new_int_var(0, max(sizes), f"kept{stage}"))
