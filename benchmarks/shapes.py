@@ -35,6 +35,7 @@ OPTIMIZER = "adamw"
 class Shape:
     """``kind``: gpt, llama, nemotron, bert, vit, resnet or mlp. ``length``: tokens or patches a row.
 
+    ``tied``, ``rotary``, ``feed_forward``: None and '' for what the kind has (benchmarks.models.Sizes).
     A resnet has 64 ``width`` and four counts of blocks in ``layers`` (50 or 101); an mlp ``layers`` of ``width``.
     """
 
@@ -51,6 +52,9 @@ class Shape:
     dropout: float = 0.0
     biases: bool | None = None
     float_loss: bool = False
+    tied: bool | None = None
+    rotary: bool | None = None
+    feed_forward: str = ""
 
 
 def gpt(layers: int, width: int, heads: int, length: int = 2048, vocabulary: int = 51200) -> Shape:
@@ -115,10 +119,10 @@ def sizes_of(shape: Shape) -> Sizes:
         shape.vocabulary,
         shape.length,
         shape.key_value_heads,
-        {"llama": "swiglu", "nemotron": "squared-relu"}.get(shape.kind, "gelu"),
-        rotary=shape.kind in ("llama", "nemotron"),
+        shape.feed_forward or {"llama": "swiglu", "nemotron": "squared-relu"}.get(shape.kind, "gelu"),
+        rotary=shape.kind in ("llama", "nemotron") if shape.rotary is None else shape.rotary,
         causal=shape.kind not in ("bert", "vit"),
-        tied=shape.kind in ("gpt", "bert"),
+        tied=shape.kind in ("gpt", "bert") if shape.tied is None else shape.tied,
         experts=shape.experts,
         fused=shape.fused,
         dropout=shape.dropout,

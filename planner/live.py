@@ -11,12 +11,10 @@ readers are added in place, a storage is released with the first of its readers 
 of weights live until they are added to ``.grad``, which is counted with the states: they take memory of their own where
 there is something to add to (``accumulates``).
 
-    scratch of              forward                   backward
-    cross-entropy           none                      the gradient of its log-probabilities: nll_loss and log_softmax are two
-    the same over shards    the logits less their     their gradient in float32, where the logits are narrower
-     (runtime.operators)     maximum, in float32
-    fused attention         none                      the gradient of the queries, summed in float32, on GPUs
-                                                      (Dao, FlashAttention-2, 2023, algorithm 2)
+    scratch of              backward
+    cross-entropy           the gradient of its log-probabilities: nll_loss and log_softmax are two operators
+    the same over shards    the gradient of the logits in float32, where they are narrower (runtime.operators)
+    fused attention         the gradient of the queries, summed in float32, on GPUs (Dao, FlashAttention-2, 2023, algorithm 2)
 
 The result is relative to all that is kept of the segment (planner.saved), so that memory of a stage is what
 planner.segment_cost says.
@@ -106,8 +104,8 @@ def _made_bytes(graph: Graph, nodes: Sequence[Node], saved: SavedTensors, loss_i
         for value in node.outputs
         if value.name not in roots and value.name not in saved.own
     }
-    scratch = sum(4 * graph.values[node.operands[0]].numel for node in nodes if node.op == _OVER_SHARDS)
-    return scratch + sum(size for name, size in made.items() if name not in {roots.get(x, x) for x in overwritten})
+    gone = {roots.get(name, name) for name in overwritten}
+    return sum(size for name, size in made.items() if name not in gone)
 
 
 def _roots(graph: Graph, nodes: Sequence[Node]) -> dict[str, str]:

@@ -45,8 +45,8 @@ class SegmentCost:
     ``forward_s`` and ``backward_s`` include communication (``*_communication_s``, and under ZeRO-3 the gathering of
     weights as far as it is exposed). ``activations_bytes``: kept for the backward of one micro-batch; ``input_bytes``: what is
     kept instead when the segment is recomputed in full. ``temporary_bytes``: when nothing is recomputed.
-    ``selective``: None where that is no choice; ``full``: None for the forward once more. ``weight_backward_s``: the part of ``backward_s`` that only makes gradients
-    of weights. ``transfer_s``: sending its output to a next stage, one way.
+    ``selective``: None where that is no choice; ``full``: None for the forward once more. ``weight_backward_s``: the part of
+    ``backward_s`` that only makes gradients of weights. ``transfer_s``: sending its output to a next stage, one way.
     ``*_per_step_s`` are paid once a step; ``unhidden_per_step_s`` is the part of ``gradient_sync_per_step_s`` that dp takes
     whatever else takes time.
     """

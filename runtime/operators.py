@@ -77,8 +77,8 @@ class _CrossEntropy(torch.autograd.Function):
         w = torch.ones(classes, dtype=z.dtype, device=z.device) if weight is None else weight.to(z.dtype)
         own_w = w.narrow(0, first, rows)
         smooth = label_smoothing / classes
-        z = z - all_reduce(z.amax(-1, keepdim=True), (axis,), dist.ReduceOp.MAX)
-        exponentials = z.exp()
+        most = all_reduce(z.amax(-1, keepdim=True), (axis,), dist.ReduceOp.MAX)
+        z = z - most if z.dtype == logits.dtype else z.sub_(most)  # a copy of its own is overwritten
         if target.is_floating_point():
             q_whole = (target.movedim(class_dim, -1).to(z.dtype) * (1 - label_smoothing) + smooth) * w
             q, total = q_whole.narrow(-1, first, rows), q_whole.sum(-1)
@@ -93,6 +93,7 @@ class _CrossEntropy(torch.autograd.Function):
             weighted = q * z.gather(-1, place).squeeze(-1)
             if label_smoothing:
                 weighted = weighted + smooth * (z @ own_w) * kept
+        exponentials = z.exp_()
         denominator, weighted = all_reduce(torch.stack((exponentials.sum(-1), weighted)), (axis,)).unbind(0)
         ctx.class_dim, ctx.dtype = class_dim, logits.dtype
         softmax = exponentials.div_(denominator.unsqueeze(-1))

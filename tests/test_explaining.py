@@ -76,7 +76,12 @@ def test_the_families_are_searched_each_and_the_best_of_them_is_the_plan() -> No
             assert family_of(row.plan.mesh, row.plan.zero) == row.name and row.plan.estimate.fits
             assert row.plan.objective_s >= found.best.objective_s
     assert len({row.name for row in found.families}) == len(found.families)
-    assert families(found)["data + tensor"].plan == search(tight_problem(), within=lambda c: c.mesh == Mesh(dp=2, tp=2))
+    best = families(found)["data + tensor"].plan
+    alone = search(
+        tight_problem(), within=lambda c: c.mesh == Mesh(dp=2, tp=2)
+    )  # the family has other orders of the axes too
+    assert best is not None and best.bound_s <= alone.objective_s
+    assert replace(best, bound_s=0.0, searched=()) == replace(alone, bound_s=0.0, searched=())
     refused = families(found)["data parallel"]
     assert refused.plan is None and refused.refused.endswith("kB too much on its fullest device")
     assert "data + tensor + pipeline" not in families(found)  # 4 devices make no three axes
