@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from costmodels.compute import on_device_s
@@ -127,6 +127,8 @@ def collective_time_s(kind: str, size_bytes: float, group_size: int, stride: int
         measured_s = cluster.measured.collective_s(kind, size_bytes, group_size, nodes)
         if measured_s is not None:
             return measured_s
+        modelled_s = collective_time_s(kind, size_bytes, group_size, stride, replace(cluster, measured=None))
+        return modelled_s * cluster.measured.corrections.communication
     if kind == "send":
         return on_device_s(_send_s(size_bytes, group_size, stride, cluster), cluster.device)
     return on_device_s(_collective_s(kind, size_bytes, group_size, stride, cluster), cluster.device)

@@ -27,6 +27,7 @@ class Software:
     the update, for each weight tensor; 0: one a segment.
     ``loss_in_place``: cross-entropy overwrites its logits. ``gradients_in_place``: products add to the gradients of weights
     themselves. ``workspace_bytes``: what libraries keep on a GPU of a process, of the memory torch counts.
+    ``bucket_bytes``: of gradients that travel together.
     """
 
     name: str = "meshwright"
@@ -41,6 +42,7 @@ class Software:
     loss_in_place: bool = False
     gradients_in_place: bool = False
     workspace_bytes: int = 0
+    bucket_bytes: int = 25 * 2**20
 
     def __post_init__(self) -> None:
         for f in fields(self):

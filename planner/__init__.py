@@ -7,6 +7,7 @@
     planner.explain(model, gpus=8, ...)                                             why that plan, and what would change it
     planner.size(model, step_time="0.5s", ...)                                      the smallest and the cheapest cluster
     planner.measure(model, gpus=4, ...)                                             times of this machine, for its plans
+    planner.calibrate("trace.json")                                                 correct these by a run
     planner.prove("plan.json")                                                      a plan's proof, without the solver
     planner.Plan.load("plan.json")                                                  a plan, without importing torch
 
@@ -21,12 +22,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from planner.api import auto_parallelize, compare, verify, verify_each
     from planner.ir.plan import Plan
-    from planner.measuring import measure
+    from planner.measuring import calibrate, measure
     from planner.proof import prove
     from planner.questions import estimate, explain, size
 
 __all__ = [
-    "Plan", "auto_parallelize", "compare", "estimate", "explain", "measure", "prove", "size", "verify", "verify_each",
+    "Plan", "auto_parallelize", "calibrate", "compare", "estimate", "explain", "measure", "prove", "size", "verify",
+    "verify_each",
 ]  # fmt: skip
 
 
@@ -37,8 +39,8 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module("planner.api"), name)
     if name in ("estimate", "explain", "size"):
         return getattr(import_module("planner.questions"), name)
-    if name == "measure":
-        return import_module("planner.measuring").measure
+    if name in ("calibrate", "measure"):
+        return getattr(import_module("planner.measuring"), name)
     if name == "prove":
         return import_module("planner.proof").prove
     raise AttributeError(f"module 'planner' has no attribute {name!r}")

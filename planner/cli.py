@@ -1,5 +1,5 @@
 """The command line: ``planner plan``, ``inspect``, ``compare``, ``estimate``, ``explain``, ``size``, ``prove``, ``verify``,
-``run`` and ``measure``.
+``run``, ``measure`` and ``calibrate``.
 
 Results go to stdout, progress and messages to stderr. Exit codes: 2 for wrong usage, and those of ``planner.errors``.
 torch and the solver are imported by the commands that trace or solve, never by ``inspect``,
@@ -45,7 +45,7 @@ def cli() -> None:
 
 _COMMANDS = (
     plans.plan, plans.inspect, plans.compare, questions.estimate, questions.explain, questions.size, questions.prove,
-    runs.verify, runs.run, measuring.measure,
+    runs.verify, runs.run, measuring.measure, measuring.calibrate,
 )  # fmt: skip
 for _command in _COMMANDS:
     cli.add_command(_command)

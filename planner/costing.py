@@ -130,6 +130,41 @@ def weight_backward_s(node: Node, cost: Cost, of_weights: frozenset[str], graph:
     return min(cost.backward_s, time.backward_s)
 
 
+def accumulating(leaf: Leaf) -> OperatorCall:
+    """Adding a micro-batch's gradient of a weight to that of the micro-batches before."""
+    held = tensor(leaf.value)
+    return OperatorCall("aten.add_.Tensor", (held, held), (held,), (False, False))
+
+
+def accumulation_s(parameters: Iterable[Leaf], pricing: Pricing) -> float:
+    """Seconds of that, a micro-batch; the first finds nothing to add to. Counted where times were measured: elsewhere it is part
+    of what kernels of products reach."""
+    if pricing.cluster.measured is None or pricing.micro_batches == 1:
+        return 0.0
+    device, tables = pricing.cluster.device, pricing.cluster.measured
+    times = [operator_price(accumulating(leaf), device, tables)[0] for leaf in parameters if leaf.trainable]
+    return sum(time.forward_s for time in times) * (1 - 1 / pricing.micro_batches)
+
+
+def _apart_s(nodes: Sequence[Node], costs: Sequence[Cost], graph: Graph, pricing: Pricing) -> float:
+    """What backward takes more where gradients of weights are made apart from the others, as measured."""
+    if pricing.cluster.measured is None:
+        return 0.0
+    device, tables, of_weights = pricing.cluster.device, pricing.cluster.measured, made_of_weights(graph, nodes)
+    more_s = 0.0
+    for node, cost in zip(nodes, costs, strict=True):
+        if node.op == "convert":
+            continue
+        call = called(node, graph.values)
+        mine = tuple(a and name in of_weights for a, name in zip(call.needs_grad, node.operands, strict=True))
+        rest = tuple(a and not b for a, b in zip(call.needs_grad, mine, strict=True))
+        if any(mine) and any(rest):
+            times = [operator_price(call._replace(needs_grad=part), device, tables)[0] for part in (mine, rest)]
+            together_s = cost.backward_s - cost.backward_communication_s
+            more_s += max(0.0, sum(time.backward_s for time in times) - together_s)
+    return more_s
+
+
 def made_of_weights(graph: Graph, nodes: Iterable[Node]) -> frozenset[str]:
     """Trainable parameters, and what ``nodes`` make of them and tensors without gradients alone."""
     found = {leaf.name for leaf in graph.leaves if leaf.trainable}
@@ -259,7 +294,11 @@ def _segment_cost(
         of_weights = made_of_weights(graph, nodes)
         pairs = zip(nodes, costs, strict=True)
         for_weights = sum(weight_backward_s(node, cost, of_weights, graph, pricing) for node, cost in pairs)
-    on_device = sum_of(costs)
+    adding_s = accumulation_s(parameters, pricing)
+    for_weights += adding_s if pricing.mesh.pp > 1 else 0.0
+    on_device = sum_of([*costs, Cost(backward_s=adding_s)])
+    if not pricing.reduces_in_backward:
+        on_device = on_device.plus(Cost(backward_s=_apart_s(nodes, costs, graph, pricing)))
     elapsed = on_device.with_host(pricing.cluster.device)
     forward, backward = elapsed.forward_s, elapsed.backward_s
     if for_weights:  # the host's share of either part is as large as the device's

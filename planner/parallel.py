@@ -21,6 +21,7 @@ from planner.inputs import BatchForm, arguments_of
 from planner.ir.plan import Plan
 from planner.ir.program import Program
 from planner.other_batch import other_rows, unchanged_paths
+from planner.step_trace import Event, StepTrace, save_trace
 from planner.trace import Batch, tensors_by_target
 from planner.trace_guards import refuse_modes
 from runtime.batch import check_batch
@@ -28,6 +29,7 @@ from runtime.checkpoint import check_checkpoint
 from runtime.launch import LocalRanks
 from runtime.opaque import dump_modules
 from runtime.optimizer import describe_optimizer
+from runtime.tables import priced_with
 from runtime.worker import Rank
 from runtime.world import share_tensors
 
@@ -147,25 +149,39 @@ class Parallel:
         steps: int | None = None,
         max_norm: float | None = None,
         progress: bool = True,
+        trace: str | Path | None = None,
     ) -> list[float]:
         """Train; returns the loss of every step.
 
         ``batches``: each a ``(inputs, target)`` pair when there is a loss_fn (``inputs`` a tensor, tuple or dict), else a
         tuple of inputs or a dict of keywords. They are repeated when they run out before ``steps`` (iterators end).
         ``optimizer(parameters)`` makes the optimizer (AdamW, lr 1e-3, by default); called again without one, training
-        goes on with the last. ``max_norm``: clip gradients to it first.
+        goes on with the last. ``max_norm``: clip gradients to it first. ``trace``: a file that gets what every rank did when in
+        every step, as a Chrome trace (planner.step_trace); local ranks only.
         """
+        if trace is not None and self._rank is not None:
+            raise BadInput("only local ranks are traced; leave trace out under torchrun")
         if optimizer is not None or not self._has_optimizer:
             self.set_optimizer(optimizer or default_optimizer)
         losses: list[float] = []
+        events: list[Event] = []
         with _progress_bar(progress and self._is_first) as bar:
             task = bar.add_task("training", total=steps, loss="")
             for batch in _repeated(batches, steps):
                 tensors = self._tensors(self._as_batch(batch))
                 self._step += 1
-                loss = float(self._call("train_step", batch=tensors, step=self._step, max_norm=max_norm)[0])
+                arguments = {"batch": tensors, "step": self._step, "max_norm": max_norm}
+                if trace is None:
+                    loss = float(self._call("train_step", **arguments)[0])
+                else:
+                    found = self._call("traced_step", **arguments)
+                    loss = float(found[0]["loss"])
+                    spans = ((rank, span) for rank, of_rank in enumerate(found) for span in of_rank["spans"])
+                    events += [Event(rank, self._step, **span) for rank, span in spans]
                 losses.append(loss)
                 bar.update(task, advance=1, loss=f"loss {loss:.4f}")
+        if trace is not None:
+            save_trace(StepTrace(self.plan, *priced_with(self.plan.mesh.size), tuple(events)), trace)
         return losses
 
     def measure(self, tensors: Mapping[str, torch.Tensor], steps: int) -> list[float]:

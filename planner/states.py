@@ -91,7 +91,11 @@ def states(
     gradients_bytes = sum(h.gradients_bytes for h in (uncut if stage < 2 else held))
 
     def seconds(kind: str, size: float, axis: str = "dp") -> float:
-        return collective_time_s(kind, size, mesh.degree(axis), mesh.stride(axis), cluster) if size else 0.0
+        if not size:
+            return 0.0
+        if axis == "dp" and stage == 3:
+            return collective_time_s(kind, size, mesh.degree(axis), mesh.stride(axis), cluster)
+        return bucketed_s(kind, size, mesh, axis, cluster, starts=weights.first)
 
     def exposed(time_s: float, hiding_s: float) -> float:
         return exposed_s(time_s, hiding_s, cluster.device)
@@ -141,6 +145,20 @@ def states(
     )
 
 
+def bucketed_s(kind: str, size: float, mesh: Mesh, axis: str, cluster: Cluster, starts: bool = False) -> float:
+    """Seconds of exchanging ``size`` bytes of many weights, once a step.
+
+    By measured times at the rate of whole buckets, as the runtime fills them with the weights of all segments; ``starts``: with
+    what one exchange takes to start. By modelled times as one exchange of its own.
+    """
+    degree, stride = mesh.degree(axis), mesh.stride(axis)
+    if cluster.measured is None or cluster.software is not OURS:
+        return collective_time_s(kind, size, degree, stride, cluster)
+    start_s = collective_time_s(kind, 0, degree, stride, cluster)
+    full_s = collective_time_s(kind, OURS.bucket_bytes, degree, stride, cluster)
+    return size * max(full_s - start_s, 0.0) / OURS.bucket_bytes + (start_s if starts else 0.0)
+
+
 def exposed_s(time_s: float, hiding_s: float, device: Device) -> float:
     """Of communication of ``time_s`` behind operators of ``hiding_s``: what it adds to their time."""
     if device.kind == "cpu":
@@ -175,6 +193,13 @@ def measured_update_s(optimizer: str, size_bytes: float, tensors: int, sharded: 
     return cluster.measured.update_s(optimizer, size_bytes, tensors, sharded)
 
 
+def update_correction(cluster: Cluster) -> float:
+    """What modelled times of updates are multiplied with."""
+    if cluster.measured is None or cluster.software is not OURS:
+        return 1.0
+    return cluster.measured.corrections.update
+
+
 def _update_s(trainable: Sequence[Leaf], cut: set[str], dp: int, optimizer: str, cluster: Cluster) -> float:
     parts = [[x for x in trainable if (x.name in cut) == sharded] for sharded in (False, True)]
     measured = [
@@ -190,7 +215,7 @@ def _update_s(trainable: Sequence[Leaf], cut: set[str], dp: int, optimizer: str,
         moves = update_moves(leaf, cluster.software)
         sizes[moves] = sizes.get(moves, 0) + _reduced_bytes([leaf], cut, dp)
     kinds = len(sizes) or 1
-    return sum(
+    return update_correction(cluster) * sum(
         optimizer_step_s(size, optimizer, cluster.device, -(-launches // kinds), moves) for moves, size in sizes.items()
     )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from costmodels.measured import OperatorCall
 from costmodels.operators import METADATA, base_name, is_view
-from planner.costing import called, made_of_weights
+from planner.costing import accumulating, called, made_of_weights
 from planner.errors import BadInput
 from planner.ir.graph import MODULE, Graph, Node, Value
 from planner.lower.source import expression
@@ -51,6 +51,11 @@ def calls_of(evaluator: Evaluator) -> tuple[TimedCall, ...]:
                 for part in needs:
                     only = call._replace(needs_grad=part)
                     found.setdefault(only, TimedCall(only, timed.source, timed.below))
+    for graph, _ in _pieces(evaluator):
+        for leaf in graph.leaves:
+            if leaf.trainable:
+                call = accumulating(leaf)
+                found.setdefault(call, TimedCall(call, "x0.add_(x1)", (1, 1)))
     return tuple(found.values())
 
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-BUCKET_BYTES = 25 * 2**20
+from costmodels.software import OURS
+
+BUCKET_BYTES = OURS.bucket_bytes
 BUCKETS_IN_FLIGHT = 4
 
 

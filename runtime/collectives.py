@@ -18,7 +18,8 @@ Every result is contiguous and owns its memory where it differs from the argumen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch.distributed as dist
 
 from planner.ir.layout import Pair, Placement, R, conversion
 from planner.ir.layout import move as primitive
+from runtime.recorder import COMMUNICATION, Recorder
 
 # Their names since torch 2.13, and before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -37,7 +39,7 @@ _reduce_scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 class Axis:
     """One axis of the mesh as a rank sees it: ``index`` is its coordinate; ``group`` is None where ``size`` is 1.
 
-    ``shares``: of how many units of a dim each rank holds, where these differ.
+    ``shares``: of how many units of a dim each rank holds, where these differ. ``recorder``: told of what is exchanged.
     """
 
     name: str
@@ -45,6 +47,11 @@ class Axis:
     index: int = 0
     group: dist.ProcessGroup | None = None
     shares: tuple[int, ...] = ()
+    recorder: Recorder | None = field(default=None, compare=False, repr=False)
+
+    def communicating(self) -> AbstractContextManager[None]:
+        """Around an exchange that is waited for."""
+        return nullcontext() if self.recorder is None else self.recorder.span(COMMUNICATION)
 
     @property
     def dealt(self) -> tuple[int, ...]:
@@ -127,7 +134,8 @@ def all_reduce(x: torch.Tensor, axes: tuple[Axis, ...], operation: Any = dist.Re
     result = x.detach().clone(memory_format=torch.contiguous_format)
     for axis in axes:
         if axis.group is not None:
-            dist.all_reduce(result, op=operation, group=axis.group)
+            with axis.communicating():
+                dist.all_reduce(result, op=operation, group=axis.group)
     return result
 
 
@@ -218,14 +226,16 @@ def _join(parts: torch.Tensor, placement: Placement) -> torch.Tensor:
 def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """[k, *x.shape]: every rank's ``x``, stacked. No autograd."""
     gathered = x.new_empty((axis.size, *x.shape))
-    _all_gather(gathered.view(-1), x.contiguous().view(-1), group=axis.group)
+    with axis.communicating():
+        _all_gather(gathered.view(-1), x.contiguous().view(-1), group=axis.group)
     return gathered
 
 
 def _reduce_scatter(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum over ranks of the part meant for this one, of shape [*local]."""
     mine = parts.new_empty(parts.shape[1:])
-    _reduce_scatter_sum(mine.view(-1), parts.view(-1), group=axis.group)
+    with axis.communicating():
+        _reduce_scatter_sum(mine.view(-1), parts.view(-1), group=axis.group)
     return mine
 
 
@@ -252,5 +262,6 @@ def all_gather_flat(parts: torch.Tensor, mine: torch.Tensor, axis: Axis) -> dist
 def _all_to_all(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
     """[k, *local]: what each rank had for this one."""
     received = torch.empty_like(parts)
-    dist.all_to_all_single(received.view(-1), parts.view(-1), group=axis.group)
+    with axis.communicating():
+        dist.all_to_all_single(received.view(-1), parts.view(-1), group=axis.group)
     return received

@@ -31,6 +31,7 @@ from runtime.machine import free_memory_bytes, processor_name
 
 Progress = Callable[[str], None]
 
+THIS_MACHINE = "this machine"
 WINDOWS, WINDOW_S = 5, 0.04
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 # A linear that would take longer than this isn't tried.
@@ -338,7 +339,7 @@ def measured(device: Device, link: Link, ranks: int) -> Cluster:
     how = "measured" if ranks > 1 else "measured: a copy in memory, there being no other rank"
     for side in ("intra", "inter"):
         sources |= {f"{side}.bandwidth_bytes_per_s": how, f"{side}.latency_s": how}
-    title = f"this machine ({ranks} rank{'s' * (ranks > 1)})"
+    title = f"{THIS_MACHINE} ({ranks} rank{'s' * (ranks > 1)})"
     return Cluster(title, device, ranks, ranks, link, link, sources=tuple(sources.items()))
 
 

@@ -36,6 +36,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from planner.ir.program import Program, TensorSpec
 from runtime.collectives import Axis
+from runtime.recorder import BACKWARD, FORWARD, WEIGHTS, Recorder
 from runtime.split_backward import gradients_of_inputs
 from runtime.stage_module import Code
 
@@ -45,9 +46,11 @@ Keywords = Mapping[str, torch.Tensor]
 class StageRunner:
     """Forward and backward of all micro-batches of one rank's stages."""
 
-    def __init__(self, codes: Sequence[Sequence[Code]], program: Program, pp: Axis, device: torch.device) -> None:
-        """``codes``: of each stage of the rank, what runs each micro-batch, the largest first."""
-        self.codes = codes
+    def __init__(
+        self, codes: Sequence[Sequence[Code]], program: Program, pp: Axis, device: torch.device, recorder: Recorder
+    ) -> None:
+        """``codes``: of each stage of the rank, what runs each micro-batch, the largest first. ``recorder``: told what runs."""
+        self.codes, self.recorder = codes, recorder
         self.micro_batches = program.micro_batches
         self.feeds: list[_Feed] = []
         if pp.size == 1:
@@ -55,7 +58,7 @@ class StageRunner:
         count, split = len(program.stages), program.schedule == "zero-bubble"
         self.feeds = [_Feed(mine, last=mine[0].stage.index == count - 1) for mine in codes]
         stages: list[_PipelineStageBase] = [
-            (_SplitStage if split else PipelineStage)(
+            (_SplitStage if split else _Stage)(
                 feed,
                 mine[0].stage.index,
                 count,
@@ -66,6 +69,8 @@ class StageRunner:
             )
             for feed, mine in zip(self.feeds, codes, strict=True)
         ]
+        for stage in stages:
+            cast(_Stage, stage).recorder = recorder
         self.schedule = _schedule(program, stages)
 
     def run(self, keywords: Sequence[Sequence[Keywords]]) -> torch.Tensor | None:
@@ -91,10 +96,12 @@ class StageRunner:
 
     def _loop(self, keywords: Sequence[Keywords]) -> torch.Tensor:
         total: torch.Tensor | None = None
-        for code, arguments in zip(self.codes[0], keywords, strict=True):
-            (loss,) = code(**arguments)
+        for number, (code, arguments) in enumerate(zip(self.codes[0], keywords, strict=True)):
+            with self.recorder.span(FORWARD, 0, number):
+                (loss,) = code(**arguments)
             if loss.requires_grad:
-                loss.backward()
+                with self.recorder.span(BACKWARD, 0, number):
+                    loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return total
@@ -149,7 +156,25 @@ class _DenseGradient(torch.autograd.Function):
         return gradient.contiguous()
 
 
-class _SplitStage(PipelineStage):
+class _Stage(PipelineStage):
+    """A stage whose work is recorded."""
+
+    recorder: Recorder
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.recorder.span(FORWARD, self.stage_index, fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.recorder.span(BACKWARD, self.stage_index, bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.recorder.span(WEIGHTS, self.stage_index, bwd_chunk_id):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
+class _SplitStage(_Stage):
     """A stage whose backward runs in two parts (runtime.split_backward)."""
 
     def backward_maybe_with_nosync(

@@ -15,6 +15,7 @@ from planner.ir.mesh import deal, in_lowest_terms
 from planner.ir.program import Program, StageProgram
 from runtime.batch import Keywords, micro_batches
 from runtime.collectives import Axis
+from runtime.recorder import Recorder
 from runtime.schedule import StageRunner
 from runtime.stage_module import Code, RankModule, read_code
 
@@ -37,7 +38,14 @@ def largest_stages(program: Program, axes: Mapping[str, Axis]) -> tuple[StagePro
 class Step:
     """Forward and backward of all micro-batches of a batch that ``program`` is for. ``axes``: of ``axes_for``."""
 
-    def __init__(self, program: Program, module: RankModule, axes: Mapping[str, Axis], device: torch.device) -> None:
+    def __init__(
+        self,
+        program: Program,
+        module: RankModule,
+        axes: Mapping[str, Axis],
+        device: torch.device,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.program, self.axes, self.device = program, axes, device
         rank_rows, rows = program.pieces_of(axes["dp"].index)
         self.codes: list[tuple[Code, ...]] = []  # of each stage, what runs each micro-batch
@@ -48,7 +56,7 @@ class Step:
                 for size in dict.fromkeys(rows)
             }
             self.codes.append(tuple(codes[size] for size in rows))
-        self.runner = StageRunner(self.codes, program, axes["pp"], device)
+        self.runner = StageRunner(self.codes, program, axes["pp"], device, recorder or Recorder(device))
 
     def keywords(self, batch: Mapping[str, torch.Tensor], step: int) -> list[list[Keywords]]:
         """The keyword arguments of each stage for each micro-batch: its inputs and the global counts."""

@@ -7,6 +7,7 @@ The file is written every few seconds and when measuring ends, however it ends, 
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from costmodels.calibration import fit_seconds
 from costmodels.measured import (
+    Corrections,
     MeasuredCollective,
     MeasuredError,
     MeasuredOperator,
@@ -24,7 +25,7 @@ from costmodels.measured import (
     OperatorCall,
 )
 from runtime.launch import LocalRanks
-from runtime.measure import write_text
+from runtime.measure import kept_at, write_text
 from runtime.timer import UPDATED_TENSORS
 
 Progress = Callable[..., None]
@@ -55,6 +56,13 @@ def read_tables(path: Path) -> MeasuredTables | None:
         return MeasuredTables.parse(path.read_text(encoding="utf-8"), str(path))
     except (MeasuredError, OSError, UnicodeDecodeError):
         return None
+
+
+def priced_with(gpus: int) -> tuple[str, Corrections]:
+    """The name that this machine's times are kept under, for ``gpus`` ranks, and the corrections in its tables."""
+    path = kept_at(gpus)
+    tables = read_tables(path.with_suffix(TABLES))
+    return path.name.removesuffix(path.suffix), Corrections() if tables is None else tables.corrections
 
 
 def fill_tables(
@@ -141,13 +149,13 @@ def _operator(ranks: LocalRanks, call: OperatorCall, source: str, below: Sequenc
     refused = [str(of_rank["refused"]) for of_rank in found if "refused" in of_rank]
     if refused:
         return refused[0]
-    forward, backward = (fit_seconds([of_rank[way] for of_rank in found]) for way in ("forward", "backward"))
+    forward, backward = (_mean_s([of_rank[way] for of_rank in found]) for way in ("forward", "backward"))
     return MeasuredOperator(call, short(forward), short(backward))
 
 
 def _collective(ranks: LocalRanks, kind: str, size_bytes: int, group_size: int) -> MeasuredCollective:
     found = ranks.call("collective", {"kind": kind, "size_bytes": size_bytes, "group_size": group_size})
-    return MeasuredCollective(kind, group_size, 1, size_bytes, short(fit_seconds(found)))
+    return MeasuredCollective(kind, group_size, 1, size_bytes, short(_mean_s(found)))
 
 
 def _update(ranks: LocalRanks, optimizer: str, sharded: bool) -> MeasuredUpdate:
@@ -156,11 +164,16 @@ def _update(ranks: LocalRanks, optimizer: str, sharded: bool) -> MeasuredUpdate:
     seconds = {}
     for which in UPDATED_TENSORS:
         arguments = {"optimizer": name, "options": dict(options), "sharded": sharded, "which": which}
-        seconds[which] = fit_seconds(ranks.call("update", arguments))
+        seconds[which] = _mean_s(ranks.call("update", arguments))
     (many, small), (few, large) = UPDATED_TENSORS["many"], UPDATED_TENSORS["large"]
     per_tensor = seconds["many"] / many
     per_byte = max(seconds["large"] - few * per_tensor, 0.1 * seconds["large"]) / (4 * few * (large - small))
     return MeasuredUpdate(optimizer, sharded, short(per_tensor), short(per_byte))
+
+
+def _mean_s(ranks: Sequence[Sequence[float]]) -> float:
+    """Of all windows of all ranks: a step is a sum of many calls, and it is their mean that adds up to its time."""
+    return statistics.fmean(seconds for windows in ranks for seconds in windows)
 
 
 def short(seconds: float) -> float:

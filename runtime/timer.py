@@ -22,9 +22,9 @@ from planner.ir.program import PREAMBLE
 from runtime.collectives import Axis, convert
 from runtime.device import synchronize
 
-WINDOWS, WINDOW_S = 3, 0.01
+WINDOWS, WINDOW_S = 4, 0.01
 # Operands in turn: as many sets as take this much memory together, within limits.
-SETS_BYTES, MOST_SETS = 2**25, 8
+SETS_BYTES, MOST_SETS = 2**25, 32
 BETWEEN = 192  # rows and columns of the product between two collectives
 # How a collective is spelled as a conversion of a tensor [n, k].
 CONVERSIONS = {

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from runtime.gradients import GradientReducer, clip_gradients
 from runtime.groups import Groups
 from runtime.opaque import load_modules
 from runtime.optimizer import StageOptimizer
+from runtime.recorder import GATHERING, REDUCTION, STEP, UPDATE, Recorder
 from runtime.shards import gather, shard
 from runtime.stage_module import RankModule, build_rank
 from runtime.step import Step, axes_for, largest_stages
@@ -44,7 +46,7 @@ class Rank:
     REMOTE = frozenset(
         {
             "load", "forward_backward", "gradients", "state", "optimizer", "step", "zero_grad", "train_step",
-            "clip_grad_norm", "save", "load_checkpoint", "peak_memory_bytes", "measure", "add_batch_size",
+            "clip_grad_norm", "save", "load_checkpoint", "peak_memory_bytes", "measure", "add_batch_size", "traced_step",
         }
     )  # fmt: skip
 
@@ -126,7 +128,8 @@ class Rank:
         keywords = run.keywords(batch, step)
         here.reducer.start()
         loss = run.runner.run(keywords)
-        here.reducer.finish()
+        with here.recorder.span(REDUCTION):
+            here.reducer.finish()
         return run.global_loss(loss, self._groups.world)
 
     def gradients(self) -> Named:
@@ -172,8 +175,11 @@ class Rank:
         self._update(self._optimizer)
 
     def _update(self, optimizer: StageOptimizer) -> None:
-        optimizer.step()
-        gather(self._here.module.held, self._here.axes["dp"])
+        here = self._here
+        with here.recorder.span(UPDATE):
+            optimizer.step()
+        with here.recorder.span(GATHERING):
+            gather(here.module.held, here.axes["dp"])
 
     @property
     def _optimizer(self) -> StageOptimizer:
@@ -200,6 +206,22 @@ class Rank:
             self.clip_grad_norm(max_norm)
         self._update(optimizer)
         return loss
+
+    def traced_step(
+        self, batch: Mapping[str, torch.Tensor], step: int = 0, max_norm: float | None = None
+    ) -> dict[str, Any]:
+        """``train_step`` that also tells what took how long here: ``loss`` and ``spans`` (runtime.recorder.Span)."""
+        recorder = self._here.recorder
+        if self._groups.world is not None:
+            dist.barrier()
+        recorder.active = True
+        try:
+            with recorder.span(STEP):
+                loss = self.train_step(batch, step, max_norm)
+        finally:
+            recorder.active = False
+            spans = recorder.taken()
+        return {"loss": loss, "spans": spans}
 
     def save(self, path: str) -> None:
         """Write a checkpoint folder that any number of ranks, or the plain module, can load (runtime.checkpoint)."""
@@ -248,7 +270,10 @@ class _Loaded:
         modules: Mapping[str, torch.nn.Module],
     ) -> None:
         self.program, self.device = program, device
-        self.axes: dict[str, Axis] = groups.axes(program.mesh)
+        self.recorder = Recorder(device)
+        self.axes: dict[str, Axis] = {
+            name: replace(axis, recorder=self.recorder) for name, axis in groups.axes(program.mesh).items()
+        }
         self.world = groups.world
         axes = axes_for(program, self.axes)
         self.answers = self.axes["dp"].index == self.axes["tp"].index == 0
@@ -267,7 +292,7 @@ class _Loaded:
             shard(self.module, self.axes["dp"], device)
         at_once = [stage.held for stage in self.module.stages] if program.zero == 2 else []
         self.reducer = GradientReducer(self.module.held, self.axes, tied, program.micro_batches, at_once)
-        self.steps = [Step(program, self.module, axes, device)]
+        self.steps = [Step(program, self.module, axes, device, self.recorder)]
         self.optimizer: StageOptimizer | None = None
 
     def step_for(self, batch: Mapping[str, torch.Tensor]) -> Step:
@@ -276,4 +301,4 @@ class _Loaded:
 
     def add(self, program: Program) -> None:
         """Also run batches of the size ``program`` is for."""
-        self.steps.append(Step(program, self.module, axes_for(program, self.axes), self.device))
+        self.steps.append(Step(program, self.module, axes_for(program, self.axes), self.device, self.recorder))

@@ -64,8 +64,8 @@ class FakeApi(ModuleType):
     def _close(self) -> None:
         self.closed += 1
 
-    def _train(self, batches: list[Any], optimizer: Any, steps: int) -> list[float]:
-        assert len(batches) == steps
+    def _train(self, batches: list[Any], optimizer: Any, steps: int, trace: Path | None) -> list[float]:
+        assert len(batches) == steps and trace is None
         assert all(isinstance(batch, tuple) and batch[0].shape == (64, 3) for batch in batches)
         return [1.0 / (step + 1) for step in range(steps)]
 

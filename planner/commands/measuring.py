@@ -1,4 +1,4 @@
-"""measure: times of this machine, for its plans."""
+"""measure, calibrate: times of this machine, for its plans."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
@@ -18,7 +19,12 @@ from planner.commands.common import (
     print_report,
     progress_shown,
 )
-from planner.report.measurement import measurement_figures, measurement_report
+from planner.report.measurement import (
+    calibration_figures,
+    calibration_report,
+    measurement_figures,
+    measurement_report,
+)
 
 
 @click.command()
@@ -41,6 +47,20 @@ def measure(model: str, gpus: int, refresh: bool, sequence_length: int | None, a
         click.echo(json.dumps(measurement_figures(found), indent=1))
     else:
         print_report(measurement_report(found))
+
+
+@click.command()
+@click.argument("trace", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print only JSON on stdout.")
+def calibrate(trace: Path, as_json: bool) -> None:
+    """Correct prices for this machine by TRACE, a file that planner run --trace wrote."""
+    from planner.measuring import calibrate as calibrate_by
+
+    found = calibrate_by(trace)
+    if as_json:
+        click.echo(json.dumps(calibration_figures(found), indent=1))
+    else:
+        print_report(calibration_report(found))
 
 
 @contextmanager

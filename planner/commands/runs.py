@@ -94,6 +94,7 @@ def verify(
 @click.option("--gpus", type=GPUS, help="Number of devices. [default: those of the plan]")
 @click.option("--strategy", default="auto", show_default=True, help="Strategy of the plan to make.")
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Training steps.")
+@click.option("--trace", type=click.Path(path_type=Path), help="Write what every rank did when, as a Chrome trace.")
 @click.option("--learning-rate", type=click.FloatRange(min=0), default=1e-3, show_default=True)
 @planning_options
 def run(
@@ -102,6 +103,7 @@ def run(
     gpus: int | None,
     steps: int,
     learning_rate: float,
+    trace: Path | None,
     sequence_length: int | None,
     as_json: bool,
     **options: Any,
@@ -127,7 +129,7 @@ def run(
 
         parallel = auto_parallelize(loaded.model, gpus=gpus, **example_of(loaded), **options, progress=progress)
     try:
-        losses = [float(loss) for loss in _train(parallel, loaded, steps, learning_rate)]
+        losses = [float(loss) for loss in _train(parallel, loaded, steps, learning_rate, trace)]
     finally:
         parallel.close()
     if os.environ.get("RANK", "0") != "0":
@@ -140,7 +142,7 @@ def run(
         click.echo(f"step {step + 1:>{len(str(steps))}}  loss {losses[step]:.6g}")
 
 
-def _train(parallel: Any, loaded: LoadedModel, steps: int, learning_rate: float) -> list[float]:
+def _train(parallel: Any, loaded: LoadedModel, steps: int, learning_rate: float, trace: Path | None) -> list[float]:
     """Every step sees the example batch: a run that works drives its loss down."""
     import torch
 
@@ -148,7 +150,10 @@ def _train(parallel: Any, loaded: LoadedModel, steps: int, learning_rate: float)
 
     batch = example_batch(loaded)
     losses: list[float] = parallel.train(
-        [batch] * steps, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=learning_rate), steps=steps
+        [batch] * steps,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=learning_rate),
+        steps=steps,
+        trace=trace,
     )
     return losses
 

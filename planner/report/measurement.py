@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from costmodels.measured import MeasuredTables
+from costmodels.measured import Corrections, MeasuredTables
 from planner.report.tables import heading, table
 from planner.sizes import format_bytes, format_seconds
+from planner.step_trace import Part
 
 MOST_OPERATORS = 12
 
@@ -67,6 +68,38 @@ def _messages(tables: MeasuredTables) -> RenderableType:
         cells = [format_seconds(found[kind, ranks, size]) if (kind, ranks, size) in found else "" for size in sizes]
         rows.add_row(kind, str(ranks), *cells)
     return rows
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """``parts``: of the traced steps. What prices were corrected by ``before`` and are ``after``; kept in ``path``."""
+
+    parts: tuple[Part, ...]
+    before: Corrections
+    after: Corrections
+    path: Path
+
+
+def calibration_report(found: Calibration) -> Group:
+    rows = table("part of a step", ">predicted", ">measured", ">ratio")
+    for part in found.parts:
+        ratio = f"{part.measured_s / part.predicted_s:.2f}" if part.predicted_s > 0 and part.measured_s > 0 else ""
+        measured = format_seconds(part.measured_s) if part.measured_s > 0 else ""
+        rows.add_row(part.name, format_seconds(part.predicted_s), measured, ratio)
+    words = ", ".join(
+        f"{name} x {getattr(found.after, name):.3g}" for name in ("forward", "backward", "communication", "update")
+    )
+    runs = f"{found.after.runs} run{'s' * (found.after.runs > 1)}"
+    return Group(rows, Text(f"prices are corrected by {runs}: {words}", style="bold"), Text(f"kept in {found.path}"))
+
+
+def calibration_figures(found: Calibration) -> dict[str, Any]:
+    return {
+        "parts": [asdict(part) for part in found.parts],
+        "before": asdict(found.before),
+        "after": asdict(found.after),
+        "path": str(found.path),
+    }
 
 
 def measurement_figures(found: Measurement) -> dict[str, Any]:

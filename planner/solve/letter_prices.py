@@ -8,13 +8,19 @@ from dataclasses import replace
 
 from costmodels.collectives import collective_time_s
 from costmodels.compute import optimizer_step_s
-from costmodels.hardware import Cluster
 from planner.costing import Cost, Pricing, node_cost, sum_of
 from planner.ir.graph import Graph, Leaf, Node, Ref, Value, map_refs
 from planner.ir.layout import REPLICATED, Pair
 from planner.sharding_rules import Strategy
 from planner.sharding_rules.localise import localise
-from planner.states import measured_update_s, reduced_ratio, reduces_alone, update_moves
+from planner.states import (
+    bucketed_s,
+    measured_update_s,
+    reduced_ratio,
+    reduces_alone,
+    update_correction,
+    update_moves,
+)
 
 MICROSECONDS_PER_S = 1e6
 
@@ -65,21 +71,32 @@ def parameter_step_s(local: Value, leaf: Leaf, pair: Pair, pricing: Pricing) -> 
     updated = size if pricing.zero == 0 else size // mesh.dp  # and summed over tp
     measured = measured_update_s(pricing.optimizer, updated, 0, pricing.zero > 0, cluster)
     total = (
-        optimizer_step_s(
+        update_correction(cluster)
+        * optimizer_step_s(
             updated, pricing.optimizer, cluster.device, launches=0, moves=update_moves(leaf, cluster.software)
         )
         if measured is None
         else measured
     )
     if pair == REPLICATED and mesh.tp > 1:
-        total += reduction_s(updated, mesh.tp, mesh.stride("tp"), cluster)
+        total += bucketed_s("all_reduce", updated, mesh, "tp", cluster)
     if mesh.dp > 1 and pricing.zero < 3 and reduces_alone(cluster):  # elsewhere backward hides it
-        total += reduction_s(size * reduced_ratio(leaf, cluster.software), mesh.dp, mesh.stride("dp"), cluster)
+        total += _least_reduction_s(size * reduced_ratio(leaf, cluster.software), pricing)
     return max(total, 0.0)
 
 
-def reduction_s(size: float, degree: int, stride: int, cluster: Cluster) -> float:
-    return collective_time_s("all_reduce", size, degree, stride, cluster)
+def _least_reduction_s(size: float, pricing: Pricing) -> float:
+    """Of gradients over dp: an all-reduce, or under ZeRO-1 and 2 what that is made of, where measured to take less."""
+    mesh, cluster = pricing.mesh, pricing.cluster
+    reduced_s, scattered_s, gathered_s = (
+        bucketed_s(kind, size, mesh, "dp", cluster) for kind in ("all_reduce", "reduce_scatter", "all_gather")
+    )
+    return min(reduced_s, scattered_s + gathered_s) if pricing.zero and cluster.measured is not None else reduced_s
+
+
+def starting_s(pricing: Pricing, axis: str) -> float:
+    """What ``parameter_step_s`` counts for a weight though one exchange carries many."""
+    return bucketed_s("all_reduce", 0, pricing.mesh, axis, pricing.cluster)
 
 
 def gathering_s(local: Value, leaf: Leaf, pricing: Pricing) -> float:

@@ -35,7 +35,7 @@ from planner.segments import node_classes, segment_kinds
 from planner.shard import SHARED, is_shared
 from planner.sharding_rules import Strategy, rule_of, strategies
 from planner.sharding_rules.cuts import find_cuts
-from planner.solve.letter_prices import MICROSECONDS_PER_S, gathering_s, operator_price, parameter_step_s, reduction_s
+from planner.solve.letter_prices import MICROSECONDS_PER_S, gathering_s, operator_price, parameter_step_s, starting_s
 from planner.solve.letters import Letters, stored
 from planner.solve.linear_program import LinearProgram, Solution
 
@@ -426,7 +426,7 @@ class LettersProgram:
 def _starting_s(pricing: Pricing) -> float:
     """What starting the reductions of a parameter costs; those of a segment are done together, so no bound may hold it."""
     axes = ("tp", "dp") if pricing.cluster.device.kind == "cpu" else ("tp",)
-    return sum(reduction_s(0, pricing.mesh.degree(axis), pricing.mesh.stride(axis), pricing.cluster) for axis in axes)
+    return sum(starting_s(pricing, axis) for axis in axes)
 
 
 def _like(pair: Pair, value: Value) -> Pair:
