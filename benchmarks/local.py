@@ -13,8 +13,9 @@ for a few steps in several rounds, so that whatever else the machine does hits a
     regret      measured time of the strategy predicted to be fastest, over the least measured, less 1
     memory      the peak of the fullest rank: what the process grew by since before it held any weights, and the prediction
 
-A measured time is the median of all steps of all rounds, a step that of the slowest rank. More ranks than cores take turns, and
-a rank that waits leaves its core to the others: those rows say how far a model of ranks that all run can be trusted then.
+Corrections from earlier runs (planner.calibrate) are left out. A measured time is the median of all steps of all rounds, a step
+that of the slowest rank. More ranks than cores take turns, and a rank that waits leaves its core to the others: those rows say
+how far a model of ranks that all run can be trusted then.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -75,6 +76,7 @@ def run(row: Row) -> Row:
 
     import planner
     from benchmarks.local_models import CASES
+    from costmodels.measured import Corrections
     from planner.errors import MeshwrightError
     from planner.garbage import uncollected
     from planner.lower import lower
@@ -95,10 +97,9 @@ def run(row: Row) -> Row:
     made = asked("local", gpus, "auto", None, told)
     traced, _ = trace_model(model, made.batch, made.request, made.samplewise)
     problem = problem_of(model, traced.graph, made.request)
-    if row["plain"]:
-        from dataclasses import replace
-
-        problem = replace(problem, cluster=replace(problem.cluster, measured=None))
+    tables = problem.cluster.measured
+    tables = None if row["plain"] or tables is None else replace(tables, corrections=Corrections())
+    problem = replace(problem, cluster=replace(problem.cluster, measured=tables))
     with uncollected():
         evaluator = Evaluator(problem)
         plans: dict[str, Any] = {"auto": search(problem)}
