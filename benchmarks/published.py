@@ -149,6 +149,8 @@ def predict(row: Row, number_in_file: int, source: Source, cluster: Cluster | No
     dtype = "float16" if row.get("precision", "").startswith("fp16") else "bfloat16"
     group = f"{row['model']} {row['seq_len']} batch {row['global_batch']} on {row['gpus']}"
     one = Predicted(source.name, number_in_file, row["model"], group, strategy, float(row["iteration_time_s"]))
+    if "fp8" in row.get("precision", ""):
+        return replace(one, reason="products in float8 are not modelled")
     try:
         plan = plan_by_hand(_evaluator(shape, number(row, "global_batch"), machines, dtype), strategy)
     except MeshwrightError as error:

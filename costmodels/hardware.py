@@ -198,9 +198,14 @@ class Cluster:
         return replace(self, gpus=gpus)
 
     def run_by(self, software: Software) -> Cluster:
-        """The same machines running ``software``, whose host code may be slower."""
-        launch_s = max(self.device.kernel_launch_s, software.launch_s)
-        return replace(self, software=software, device=replace(self.device, kernel_launch_s=launch_s))
+        """The same machines running ``software``, whose host code and kernels may be slower."""
+        device = replace(
+            self.device,
+            kernel_launch_s=max(self.device.kernel_launch_s, software.launch_s),
+            attention_efficiency=self.device.attention_efficiency * software.attention_share,
+            matmul_efficiency=self.device.matmul_efficiency * software.matmul_share_on(self.device.name),
+        )
+        return replace(self, software=software, device=device)
 
     def to_toml(self) -> str:
         """The text form; ``Cluster.parse`` reads it back to an equal cluster."""

@@ -5,6 +5,8 @@ against published measurements (benchmarks.published); files in ``costmodels/sof
 
     name = "..."
     launch_s = 20e-6
+    [matmul_share]
+    H100 = 0.8
     [sources]
     launch_s = "..."
 """
@@ -27,7 +29,9 @@ class Software:
     the update, for each weight tensor; 0: one a segment.
     ``loss_in_place``: cross-entropy overwrites its logits. ``gradients_in_place``: products add to the gradients of weights
     themselves. ``workspace_bytes``: what libraries keep on a GPU of a process, of the memory torch counts.
-    ``bucket_bytes``: of gradients that travel together.
+    ``bucket_bytes``: of gradients that travel together. ``attention_share``: what its attention kernel reaches of the
+    device's ``attention_efficiency``; ``matmul_share``: (what a device's name begins with, what its libraries' matrix
+    products reach of the device's ``matmul_efficiency``), 1 on other devices.
     """
 
     name: str = "meshwright"
@@ -43,12 +47,21 @@ class Software:
     gradients_in_place: bool = False
     workspace_bytes: int = 0
     bucket_bytes: int = 25 * 2**20
+    attention_share: float = 1.0
+    matmul_share: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
             if f.type == "int" and value < 0 or f.name == "launch_s" and value < 0:
                 raise ValueError(f"software {self.name}: {f.name} is {value}; it must be 0 or more")
+        for what, share in (("attention_share", self.attention_share), *self.matmul_share):
+            if not 0 < share <= 1:
+                raise ValueError(f"software {self.name}: {what} is {share}; it must be above 0 and at most 1")
+
+    def matmul_share_on(self, device: str) -> float:
+        """Of the device of that name."""
+        return next((share for begin, share in self.matmul_share if device.startswith(begin)), 1.0)
 
 
 OURS = Software()
@@ -69,4 +82,4 @@ def load_software(name: str) -> Software:
         raise ValueError(f"there is no software {name!r}; the cost model knows {', '.join(software_names())}")
     text = resources.files(__package__).joinpath("software", f"{name}.toml").read_text(encoding="utf-8")
     data = {key: value for key, value in tomllib.loads(text).items() if key != "sources"}
-    return Software(**data)
+    return Software(**data | {"matmul_share": tuple(data.get("matmul_share", {}).items())})

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from costmodels.hardware import Cluster, ClusterError, Device, Link, load_cluster, presets
+from costmodels.software import Software, load_software
 
 EXPECTED = {
     "dgx-a100-80gb", "dgx-a100-40gb", "dgx-h100", "dgx-h200", "dgx-v100-32gb", "a100-pcie-80gb", "l4", "a10g", "l40s",
@@ -193,3 +194,16 @@ def test_a_gpu_and_its_host_overlap_in_part() -> None:
     assert replace(device, kind="cpu").elapsed_s(0.01, 10) == 0.01
     with pytest.raises(ClusterError, match=r"device.serial_share is 0.4; it must be between 0.5 and 1"):
         replace(device, serial_share=0.4)
+
+
+def test_software_with_slower_kernels() -> None:
+    cluster = load_cluster("dgx-h100")
+    slower = Software("old", attention_share=0.5, matmul_share=(("A100", 0.9), ("H100", 0.8)))
+    device = cluster.run_by(slower).device
+    assert device.attention_efficiency == pytest.approx(0.5 * cluster.device.attention_efficiency)
+    assert device.matmul_efficiency == pytest.approx(0.8 * cluster.device.matmul_efficiency)
+    other = load_cluster("dgx-v100-32gb")
+    assert other.run_by(slower).device.matmul_efficiency == other.device.matmul_efficiency
+    assert load_software("llm-foundry").matmul_share_on("H100-SXM-80GB") < 1
+    with pytest.raises(ValueError, match=r"H100 is 1.5; it must be above 0 and at most 1"):
+        Software("wrong", matmul_share=(("H100", 1.5),))
