@@ -156,7 +156,6 @@ def _alignment(product: Matmul, device: Device) -> float:
     return _UNALIGNED[elements]
 
 
-@over_several
 @lru_cache(maxsize=65536)
 def operator_time_s(
     op: str,

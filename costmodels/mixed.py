@@ -32,7 +32,7 @@ The text form lists the groups; each is a preset with what differs from it, or w
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
@@ -86,6 +86,11 @@ class MixedCluster:
                 )
             if names.count(name) > 1:
                 raise ClusterError(f"two groups are named {name!r}; give each a name of its own")
+        for group in self.groups:
+            if group.measured is not None:
+                raise ClusterError(
+                    f"group {group.name} has measured times, which are used for one kind of machine only"
+                )
         if len({group.device.kind for group in self.groups}) > 1:
             raise ClusterError("the groups mix devices of kind 'gpu' and 'cpu'; describe those of one kind")
 
@@ -98,13 +103,12 @@ class MixedCluster:
         return sum(group.nodes for group in self.groups)
 
     @property
-    def software(self) -> Software:
-        return self.groups[0].software
+    def measured(self) -> None:
+        """Tables of measured times: there are none."""
 
     @property
-    def memory_bytes(self) -> int:
-        """Of the device that has most."""
-        return max(group.device.memory_bytes for group in self.groups)
+    def software(self) -> Software:
+        return self.groups[0].software
 
     def group(self, name: str) -> Cluster:
         """Raises KeyError where there is none of that name."""
@@ -206,6 +210,19 @@ def load_machine(name_or_path: str | Path, gpus: int | None = None) -> Machine:
         machine = load_cluster(name_or_path)
     machine = machine if gpus is None else machine.with_gpus(gpus)
     return machine.merged() if isinstance(machine, MixedCluster) else machine
+
+
+def memory_bytes_of(machine: Machine) -> int:
+    """Of the device that has most."""
+    groups = machine.groups if isinstance(machine, MixedCluster) else (machine,)
+    return max(group.device.memory_bytes for group in groups)
+
+
+def of_each_group(machine: Machine, change: Callable[[Cluster], Cluster]) -> Machine:
+    """The machine with every group changed; one kind of machine is one group."""
+    if isinstance(machine, MixedCluster):
+        return replace(machine, groups=tuple(map(change, machine.groups)))
+    return change(machine)
 
 
 def slower(one: Link, other: Link) -> Link:

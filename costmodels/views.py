@@ -22,8 +22,10 @@ R = TypeVar("R")
 
 
 def picked(prices: Iterable[R], slowest: bool) -> R:
-    """Of equal records the one with the least, or the most, of every number; of numbers that one."""
+    """Of equal records the one with the least, or the most, of every number; of numbers that one; None of None."""
     found = list(prices)
+    if found[0] is None:
+        return found[0]
     if isinstance(found[0], int | float):
         return (max if slowest else min)(found)  # type: ignore[type-var]
     first: Any = found[0]
@@ -60,8 +62,15 @@ class Several:
     def overlap_slowdown(self) -> float:
         return picked((device.overlap_slowdown for device in self.devices), self.slowest)
 
+    @property
+    def serial_share(self) -> float:
+        return picked((device.serial_share for device in self.devices), self.slowest)
+
     def host_s(self, launches: int) -> float:
         return picked((device.host_s(launches) for device in self.devices), self.slowest)
+
+    def elapsed_s(self, on_device_s: float, launches: int) -> float:
+        return picked((device.elapsed_s(on_device_s, launches) for device in self.devices), self.slowest)
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,10 @@ class Views:
             devices += device.devices if isinstance(device, Several) else (device,)
         alike = tuple(dict.fromkeys(devices))
         return alike[0] if len(alike) == 1 else Several(alike, self.slowest)
+
+    @property
+    def measured(self) -> None:
+        """Tables of measured times: there are none of unequal machines."""
 
     @property
     def software(self) -> Software:

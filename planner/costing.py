@@ -18,15 +18,16 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from costmodels.collectives import LOCAL_MOVES, collective_time_s
-from costmodels.compute import copy_s
-from costmodels.hardware import Cluster, Device
+from costmodels.compute import OperatorTime, copy_s
 from costmodels.measured import OperatorCall, operator_price
 from costmodels.memory import attention_statistics_bytes
 from costmodels.operators import attention_is_fused
+from costmodels.views import AnyCluster, AnyDevice, Views, picked
 from planner.ir.graph import DTYPE_BYTES, Graph, Leaf, Node, Value
 from planner.ir.layout import WHOLE, Pair, conversion
 from planner.ir.mesh import MICRO, Mesh
 from planner.live import temporary_bytes as live_bytes
+from planner.placement import Boundary
 from planner.saved import FUSED, SHAPE, SavedTensors, as_priced, run_again, saved_tensors, select, tensor
 from planner.segment_cost import Recomputation, SegmentCost
 from planner.segments import segment_nodes
@@ -37,15 +38,25 @@ from planner.states import Weights, states
 class Pricing:
     """What prices depend on besides the graph.
 
-    ``reduces_in_backward``: gradients are reduced as backward makes them; under zero-bubble they are when it is over.
+    ``cluster``: of the devices that are priced; of unequal ones those of one pipeline rank, and then ``onward`` is the way to
+    the next rank and ``to_the_end`` that to the other end of the pipeline (planner.placement). ``reduces_in_backward``:
+    gradients are reduced as backward makes them; under zero-bubble they are when it is over.
     """
 
-    cluster: Cluster
+    cluster: AnyCluster
     mesh: Mesh
     optimizer: str = "adamw"
     zero: int = 0
     micro_batches: int = 1
     reduces_in_backward: bool = True
+    onward: Boundary | None = None
+    to_the_end: Boundary | None = None
+
+    def send_s(self, size_bytes: float) -> float:
+        """Seconds until ``size_bytes`` have come to the next pipeline rank."""
+        if self.onward is not None:
+            return self.onward.send_s(size_bytes)
+        return collective_time_s("send", size_bytes, self.mesh.pp, self.mesh.stride("pp"), self.cluster)
 
 
 @dataclass(frozen=True)
@@ -69,7 +80,7 @@ class Cost:
     def plus(self, other: Cost) -> Cost:
         return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
-    def with_host(self, device: Device) -> Cost:
+    def with_host(self, device: AnyDevice) -> Cost:
         """Of a sequence: as long as the device and the host take for it."""
         return replace(
             self,
@@ -96,7 +107,7 @@ def node_cost(node: Node, values: Mapping[str, Value], pricing: Pricing) -> Cost
         whole = whole_bytes(values[node.operands[0]], source, 1 if axis == MICRO else pricing.mesh.degree(axis))
         return conversion_cost(whole, source, target, axis, pricing)
     inputs = tuple(values[name] for name in node.operands)
-    time, _ = operator_price(called(node, values), pricing.cluster.device, pricing.cluster.measured)
+    time = call_time(called(node, values), pricing.cluster)
     inner = _inner_collectives(node, inputs, pricing)
     return Cost(
         time.forward_s + inner.forward_s,
@@ -115,6 +126,12 @@ def called(node: Node, values: Mapping[str, Value]) -> OperatorCall:
     return OperatorCall(op, read, made, needs, hint)
 
 
+def call_time(call: OperatorCall, cluster: AnyCluster) -> OperatorTime:
+    if isinstance(cluster, Views):
+        return picked((call_time(call, view) for view in cluster.clusters), cluster.slowest)
+    return operator_price(call, cluster.device, cluster.measured)[0]
+
+
 def weight_backward_s(node: Node, cost: Cost, of_weights: frozenset[str], graph: Graph, pricing: Pricing) -> float:
     """The part of ``cost.backward_s`` that makes gradients of weights only: all of it, none, or what the operator takes
     when nothing else needs gradients. ``of_weights``: names of what is made of weights alone."""
@@ -126,7 +143,7 @@ def weight_backward_s(node: Node, cost: Cost, of_weights: frozenset[str], graph:
         return cost.backward_s
     needs = tuple(name in of_weights for name in node.operands)
     call = called(node, values)._replace(needs_grad=needs)
-    time, _ = operator_price(call, pricing.cluster.device, pricing.cluster.measured)
+    time = call_time(call, pricing.cluster)
     return min(cost.backward_s, time.backward_s)
 
 
@@ -217,13 +234,13 @@ def conversion_cost(whole: int, source: Pair, target: Pair, axis: str, pricing: 
 
 @lru_cache(maxsize=65536)
 def _conversion_s(
-    whole: int, source: Pair, target: Pair, degree: int, stride: int, cluster: Cluster
+    whole: int, source: Pair, target: Pair, degree: int, stride: int, cluster: AnyCluster
 ) -> tuple[float, float]:
     forward, backward = (_move_s(move, whole, degree, stride, cluster) for move in conversion(source, target))
     return forward, backward
 
 
-def _move_s(move: str, whole: int, degree: int, stride: int, cluster: Cluster) -> float:
+def _move_s(move: str, whole: int, degree: int, stride: int, cluster: AnyCluster) -> float:
     if move == "none":
         return 0.0
     if move in LOCAL_MOVES:
@@ -313,6 +330,7 @@ def _segment_cost(
         pricing.optimizer,
         pricing.zero,
         pricing.reduces_in_backward,
+        pricing.to_the_end,
     )
     saved = saved_tensors(graph, nodes, pricing.cluster.device.kind)
     inputs = _inputs(graph, number, nodes)
@@ -361,7 +379,7 @@ def _transfer_s(graph: Graph, number: int, pricing: Pricing, pairs: Mapping[str,
             kept = WHOLE if pair.gradient is not None else WHOLE.without_gradient()
             out, back = (conversion_cost(whole, *way, "tp", pricing) for way in ((pair, kept), (kept, pair)))
             total += (out.total_s + back.total_s) / 2
-    return total + collective_time_s("send", size, mesh.pp, mesh.stride("pp"), pricing.cluster)
+    return total + pricing.send_s(size)
 
 
 def crossing(graph: Graph, number: int) -> tuple[Value, ...]:

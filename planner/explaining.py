@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from costmodels.hardware import Cluster, Device, Link
+from costmodels.mixed import Machine, MixedCluster, of_each_group
 from planner.costing import Pricing, node_cost
 from planner.errors import BadInput, Infeasible, OutOfTime
 from planner.ir.graph import Node
 from planner.ir.mesh import Mesh
 from planner.ir.plan import OperatorLayout, Plan
 from planner.layouts import strategy_names
+from planner.placement import FREE
 from planner.pricing_again import configuration_of, price_again, price_on
 from planner.report.explanation import (
     Binding,
@@ -42,7 +44,7 @@ from planner.ways_out import ways_out_by_hand
 Say = Callable[[str], None]
 GB = 10**9
 UNLIMITED = 10**18
-FREE = Link(bandwidth_bytes_per_s=1e30, latency_s=0.0)
+INSIDE, BETWEEN, JOINING = "inside nodes", "between nodes", "between groups"
 DEFAULT_OPERATORS = 3
 MOST_STRATEGIES = 8  # of one operator that are tried
 
@@ -138,16 +140,22 @@ def _reason(message: str) -> str:
 
 def _binding(evaluator: Evaluator, plan: Plan) -> Binding:
     cluster = evaluator.problem.cluster
-    limit = plan.estimate.memory_limit_bytes
     saved = {}
-    if plan.mesh.size > 1:
-        free = price_on(plan, evaluator, with_link(cluster, "intra", FREE))
-        saved["inside nodes"] = max(0.0, plan.objective_s - free.objective_s)
-    if cluster.nodes > 1:
-        free = price_on(plan, evaluator, with_link(cluster, "inter", FREE))
-        saved["between nodes"] = max(0.0, plan.objective_s - free.objective_s)
-    left = tuple(limit - memory.total_bytes for memory in plan.estimate.devices)
+    for name, free in _with_links(cluster, lambda _: FREE):
+        if name != INSIDE or plan.mesh.size > 1:
+            saved[name] = max(0.0, plan.objective_s - price_on(plan, evaluator, free).objective_s)
+    left = tuple(-over for over in plan.estimate.over_bytes)
     return Binding(left, step_parts(plan), _traffic(evaluator, plan), saved)
+
+
+def _with_links(cluster: Machine, change: Callable[[Link], Link]) -> Iterator[tuple[str, Machine]]:
+    """The cluster with its links of one kind changed, for each kind it has."""
+    yield INSIDE, of_each_group(cluster, lambda group: with_link(group, "intra", change(group.intra)))
+    groups = cluster.groups if isinstance(cluster, MixedCluster) else (cluster,)
+    if any(group.nodes > 1 for group in groups):
+        yield BETWEEN, of_each_group(cluster, lambda group: with_link(group, "inter", change(group.inter)))
+    if isinstance(cluster, MixedCluster):
+        yield JOINING, replace(cluster, inter=change(cluster.inter))
 
 
 def _traffic(evaluator: Evaluator, plan: Plan) -> tuple[Traffic, ...]:
@@ -166,14 +174,18 @@ def _traffic(evaluator: Evaluator, plan: Plan) -> tuple[Traffic, ...]:
         ("gradients", shared, parts["gradients"]),
         ("tensors between stages", "pp", parts["between stages"]),
     )
-    node = evaluator.problem.cluster.gpus_per_node
-    return tuple(Traffic(name, axis, link_of(mesh, axis, node), seconds) for name, axis, seconds in rows if seconds)
+    cluster = evaluator.problem.cluster
+    groups = cluster.in_order(plan.groups) if isinstance(cluster, MixedCluster) else (cluster,)
+    return tuple(Traffic(name, axis, link_of(mesh, axis, groups), seconds) for name, axis, seconds in rows if seconds)
 
 
-def link_of(mesh: Mesh, axis: str, gpus_per_node: int) -> str:
-    """Whether a group of the axis spans nodes, which ranks fill in order."""
-    spans = any(len({rank // gpus_per_node for rank in group}) > 1 for group in mesh.groups(axis))
-    return "between nodes" if spans else "inside nodes"
+def link_of(mesh: Mesh, axis: str, groups: Sequence[Cluster]) -> str:
+    """Whether ranks of the axis that talk are on several nodes, or groups of machines; ``groups`` in the order of ranks."""
+    nodes = [(number, i // group.gpus_per_node) for number, group in enumerate(groups) for i in range(group.gpus)]
+    talking = [{nodes[rank] for rank in ranks} for ranks in mesh.groups(axis)]
+    if any(len({number for number, _ in there}) > 1 for there in talking):
+        return JOINING
+    return BETWEEN if any(len(there) > 1 for there in talking) else INSIDE
 
 
 # --- other machines ---------------------------------------------------------------------------------------------------
@@ -183,27 +195,31 @@ def other_machines(problem: Problem) -> Iterator[tuple[str, Problem]]:
     """The changes that are tried: a name, and the problem then."""
     cluster, limit = problem.cluster, problem.memory_limit_bytes
     more = GB if limit >= 2 * GB else limit // 4
-    yield f"{format_bytes(more)} more memory a device", replace(problem, memory_limit_bytes=limit + more)
+    yield f"{format_bytes(more)} more memory a device", problem.with_more_memory(more)
     for gpus in more_devices(cluster):
         count = gpus - cluster.gpus
         name = f"{count} more device{'s' if count > 1 else ''}: {gpus}"
         yield name, replace(problem, cluster=cluster.with_gpus(gpus))
     if cluster.gpus > 1:
-        twice = replace(problem, cluster=with_link(cluster, "intra", faster_link(cluster.intra)))
-        yield "twice the bandwidth inside nodes", twice
-    if cluster.nodes > 1:
-        twice = replace(problem, cluster=with_link(cluster, "inter", faster_link(cluster.inter)))
-        yield "twice the bandwidth between nodes", twice
-    measured = None if cluster.measured is None else cluster.measured.scaled(operators=0.5)
-    faster = replace(cluster, device=faster_device(cluster.device), measured=measured)
+        for name, faster in _with_links(cluster, faster_link):
+            yield f"twice the bandwidth {name}", replace(problem, cluster=faster)
+    faster = of_each_group(cluster, twice_as_fast)
     yield "devices twice as fast", replace(problem, cluster=faster)
 
 
-def more_devices(cluster: Cluster) -> tuple[int, ...]:
-    """One more device; and the next count that divides well: one more node, or twice as many."""
+def more_devices(cluster: Machine) -> tuple[int, ...]:
+    """One more device; and the next count that divides well: one more node, or twice as many. Of a mixed cluster every
+    group twice as large."""
+    if isinstance(cluster, MixedCluster):
+        return (2 * cluster.gpus,)
     gpus, node = cluster.gpus, cluster.gpus_per_node
     useful = gpus + node if gpus >= node and gpus % node == 0 else 2 * gpus
     return tuple(sorted({gpus + 1, useful}))
+
+
+def twice_as_fast(cluster: Cluster) -> Cluster:
+    measured = None if cluster.measured is None else cluster.measured.scaled(operators=0.5)
+    return replace(cluster, device=faster_device(cluster.device), measured=measured)
 
 
 def with_link(cluster: Cluster, side: str, link: Link) -> Cluster:
@@ -278,7 +294,7 @@ def _operators(
 def _operator_costs_s(evaluator: Evaluator, plan: Plan) -> dict[str, float]:
     """Seconds of a micro-batch on one device, uncut, of each class of operators: by the name the plan knows it by."""
     graph = evaluator.split(plan.mesh.dp, plan.micro_batches).graph
-    pricing = Pricing(evaluator.problem.cluster, Mesh(dp=plan.mesh.dp), evaluator.problem.optimizer)
+    pricing = Pricing(evaluator.any_rank(configuration_of(plan)), Mesh(dp=plan.mesh.dp), evaluator.problem.optimizer)
     weights = evaluator.folded.weights
     classes = node_classes(graph)
     known = {row.name for row in plan.layouts}
@@ -319,7 +335,7 @@ def _forced(evaluator: Evaluator, plan: Plan, row: OperatorLayout, strategy: str
 
     here, words, problem = configuration_of(plan), letter_words(row.op, strategy), evaluator.problem
     if not plan.estimate.fits:  # nor need the others
-        problem = replace(problem, memory_limit_bytes=UNLIMITED)
+        problem = problem.with_more_memory(UNLIMITED)
     found, refused = _tried(problem, time_limit_s, lambda c: c == here, Evaluator(problem, keep))
     if found is not None and next(x.tp for x in found.layouts if x.name == row.name) != strategy:
         return Forced(strategy, words, None, "not offered where the batch is cut unevenly")

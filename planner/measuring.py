@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from costmodels.hardware import Cluster
 from costmodels.measured import MEASURED, MeasuredTables, operator_price
 from planner.errors import BadInput
 from planner.garbage import uncollected
@@ -53,6 +54,7 @@ def measure(model: torch.nn.Module, gpus: int | None = None, *, refresh: bool = 
     wanted = Wanted(tuple((c.call, c.source, c.below) for c in calls), request.optimizer, refresh)
     say = request.progress or (lambda *_: None)
     tables, refused = fill_tables(path, before, wanted, kind, say)
+    assert isinstance(problem.cluster, Cluster)
     device = problem.cluster.device
     hits = sum(operator_price(c.call, device, tables)[1] == MEASURED for c in calls)
     new = sum(len(getattr(tables, x)) - len(getattr(before, x)) for x in ("operators", "collectives", "updates"))

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from costmodels.hardware import Cluster, ClusterError, load_cluster
+from costmodels.hardware import Cluster, ClusterError
+from costmodels.mixed import Machine, MixedCluster, load_machine
 from planner.errors import BadInput, InvalidPlan
 from planner.ir.plan import Plan
 from planner.sizes import parse_bytes
@@ -29,7 +30,7 @@ class Request:
 
     gpus: int
     loss_fn: Callable[..., torch.Tensor] | None
-    cluster: Cluster | None
+    cluster: Machine | None
     optimizer: str
     dtype: torch.dtype | None
     memory_limit_bytes: int | None
@@ -48,7 +49,7 @@ class Request:
 def check_request(
     gpus: int | None,
     loss_fn: Any,
-    cluster: str | Path | Cluster,
+    cluster: str | Path | Machine,
     optimizer: str,
     precision: str | None,
     memory_limit: int | str | None,
@@ -167,9 +168,9 @@ def check_gpus(count: int) -> None:
         )
 
 
-def _cluster(cluster: Any, gpus: int) -> Cluster | None:
+def _cluster(cluster: Any, gpus: int) -> Machine | None:
     try:
-        if isinstance(cluster, Cluster):
+        if isinstance(cluster, Cluster | MixedCluster):
             return cluster.with_gpus(gpus)
         if cluster == "auto":
             return None
@@ -177,7 +178,7 @@ def _cluster(cluster: Any, gpus: int) -> Cluster | None:
             raise BadInput(
                 f"cluster is a {type(cluster).__name__}; pass 'auto', a preset's name or the path of a TOML file"
             )
-        return load_cluster(cluster, gpus)
+        return load_machine(cluster, gpus)
     except ClusterError as error:
         raise BadInput(str(error)) from None
 

@@ -134,6 +134,7 @@ def orders_of_groups(cluster: MixedCluster, mesh: Mesh) -> tuple[tuple[str, ...]
     return tuple(found.values())
 
 
+@lru_cache(maxsize=256)
 def at_work(cluster: MixedCluster, names: tuple[str, ...] = ()) -> AnyCluster:
     """Devices of the groups of these ``names``, which all wait for the slowest, that talk in no time: for bounds."""
     groups = cluster.in_order(names)

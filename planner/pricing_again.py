@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from costmodels.hardware import Cluster
+from costmodels.mixed import Machine
 from planner.ir.plan import Plan
 from planner.layouts import recall
 from planner.solve.configuration import Configuration, Evaluator
@@ -16,7 +16,7 @@ from planner.solve.letters import Letters
 
 
 def configuration_of(plan: Plan) -> Configuration:
-    return Configuration(plan.mesh, plan.micro_batches, plan.zero, plan.schedule, plan.chunks)
+    return Configuration(plan.mesh, plan.micro_batches, plan.zero, plan.schedule, plan.chunks, plan.groups)
 
 
 def price_again(plan: Plan, evaluator: Evaluator) -> Plan:
@@ -28,9 +28,9 @@ def price_again(plan: Plan, evaluator: Evaluator) -> Plan:
     strategies, leaves = recall(graph, plan.layouts, plan.mesh.tp)
     letters = Letters(strategies, leaves, 0.0, 0.0)
     again = evaluator.build_plan(configuration_of(plan), letters, plan.stages, plan.recompute, plan.strategy)
-    return replace(plan, estimate=again.estimate, cluster=again.cluster)
+    return replace(plan, estimate=again.estimate, cluster=again.cluster, placement=again.placement)
 
 
-def price_on(plan: Plan, evaluator: Evaluator, cluster: Cluster) -> Plan:
+def price_on(plan: Plan, evaluator: Evaluator, cluster: Machine) -> Plan:
     """``plan`` as it is, on another cluster of as many devices."""
     return price_again(plan, Evaluator(replace(evaluator.problem, cluster=cluster)))

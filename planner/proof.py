@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from costmodels.hardware import Cluster, ClusterError, load_cluster, presets
+from costmodels.hardware import Cluster, ClusterError, presets
+from costmodels.mixed import Machine, MixedCluster, load_machine, mixed_presets
 from planner.errors import BadInput
 from planner.ir.plan import Plan
 from planner.prove_file import prove_file
@@ -23,7 +24,7 @@ def prove(
     plan: Plan | str | Path,
     model: torch.nn.Module | None = None,
     *,
-    cluster: str | Path | Cluster | None = None,
+    cluster: str | Path | Machine | None = None,
     **options: Any,
 ) -> Proof:
     """Check a plan's proof without a solver, each check a line of the Proof; ``holds`` says whether all are right.
@@ -36,7 +37,7 @@ def prove(
     Raises InvalidPlan for a file that is no plan, BadInput, TraceError.
     """
     made = plan if isinstance(plan, Plan) else Plan.load(plan)
-    machine = cluster if isinstance(cluster, Cluster | None) else _loaded(cluster)
+    machine = cluster if isinstance(cluster, Cluster | MixedCluster | None) else _loaded(cluster)
     proof = prove_file(made, machine)
     if model is None or not proof.holds:
         return proof
@@ -45,7 +46,7 @@ def prove(
     from planner.tracing import problem_of, trace_model
 
     if machine is None:
-        if made.cluster not in presets():
+        if made.cluster not in (*presets(), *mixed_presets()):
             raise BadInput(
                 f"the plan is for cluster {made.cluster!r}, which is no preset; pass cluster= with its TOML file"
             )
@@ -62,8 +63,8 @@ def prove(
     return prove_against(made, problem_of(model, traced.graph, question.request))
 
 
-def _loaded(cluster: str | Path) -> Cluster:
+def _loaded(cluster: str | Path) -> Machine:
     try:
-        return load_cluster(cluster)
+        return load_machine(cluster)
     except ClusterError as error:
         raise BadInput(str(error)) from None

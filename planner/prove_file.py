@@ -23,7 +23,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from costmodels.hardware import Cluster, load_cluster, presets
+from costmodels.hardware import presets
+from costmodels.mixed import Machine, load_machine, mixed_presets
 from planner.ir.plan import Plan, Searched
 from planner.ir.verify import LAWS
 from planner.report.proof import Check, Proof
@@ -36,7 +37,7 @@ from planner.solve.space import Space
 TOLERANCE = 1e-9
 
 
-def prove_file(plan: Plan, cluster: Cluster | None = None) -> Proof:
+def prove_file(plan: Plan, cluster: Machine | None = None) -> Proof:
     """Every check that the plan alone allows. Where it is not legal, only that: the rest would mean nothing.
 
     ``cluster``: the machine the plan is for, by default the preset of its name.
@@ -44,8 +45,8 @@ def prove_file(plan: Plan, cluster: Cluster | None = None) -> Proof:
     laws = tuple(_laws(plan))
     if any(check.problem for check in laws):
         return Proof(plan, laws)
-    if cluster is None and plan.cluster in presets():
-        cluster = load_cluster(plan.cluster)
+    if cluster is None and plan.cluster in (*presets(), *mixed_presets()):
+        cluster = load_machine(plan.cluster)
     claim = tuple(_claim(plan))
     if plan.strategy == "auto":
         claim = (*claim, _coverage(plan, cluster))
@@ -62,17 +63,18 @@ def _laws(plan: Plan) -> Iterator[Check]:
 
 def _step_time(plan: Plan) -> Check:
     stored = plan.estimate
-    again = estimate_step(stored.stages, plan.schedule, plan.micro_batches, stored.memory_limit_bytes, plan.chunks)
+    again = estimate_step(stored.stages, plan.schedule, plan.micro_batches, stored.limits_bytes, plan.chunks)
     off = abs(again.step_time_s - stored.step_time_s) > TOLERANCE * again.step_time_s
     found = f"{format_seconds(again.step_time_s)}, simulated from the times of {len(stored.stages)} stages"
     return Check("step time", found, f"stored {stored.step_time_s:.9g} s, simulated {again.step_time_s:.9g} s" * off)
 
 
 def _memory(plan: Plan) -> Check:
-    limit, sizes = plan.estimate.memory_limit_bytes, [x.total_bytes for x in plan.estimate.devices]
-    rank = max(range(len(sizes)), key=sizes.__getitem__)
+    over, sizes = plan.estimate.over_bytes, [x.total_bytes for x in plan.estimate.devices]
+    rank = max(range(len(sizes)), key=over.__getitem__)
+    limit = plan.estimate.limits_bytes[rank]
     most = f"{device_words(plan, rank)} holds {format_bytes(sizes[rank])} of {format_bytes(limit)}"
-    return Check("memory", most, f"{most}, which does not fit" if sizes[rank] > limit else "")
+    return Check("memory", most, f"{most}, which does not fit" if over[rank] > 0 else "")
 
 
 def _claim(plan: Plan) -> Iterator[Check]:
@@ -140,7 +142,7 @@ def _infeasible(plan: Plan) -> Iterator[str]:
             yield f"{entry.configuration} is called infeasible without a reason"
 
 
-def _coverage(plan: Plan, cluster: Cluster | None) -> Check:
+def _coverage(plan: Plan, cluster: Machine | None) -> Check:
     name = "record: whole space"
     if cluster is None:
         return Check(name, f"not checked: {plan.cluster} is no preset; name its file with --cluster")

@@ -98,12 +98,15 @@ class Part:
     zero: int | None = None
     schedule: str | None = None
     chunks: int = 1
+    groups: tuple[str, ...] = ()
 
     @property
     def configuration(self) -> Configuration | None:
         if self.mesh is None or self.micro_batches is None or self.zero is None:
             return None
-        return Configuration(self.mesh, self.micro_batches, self.zero, self.schedule or "1f1b", self.chunks)
+        return Configuration(
+            self.mesh, self.micro_batches, self.zero, self.schedule or "1f1b", self.chunks, self.groups
+        )
 
 
 def parse_part(text: str, devices: int) -> Part:
@@ -112,7 +115,7 @@ def parse_part(text: str, devices: int) -> Part:
     mesh = Mesh.parse(first)
     options = {}
     for word in words:
-        match = re.fullmatch(r"(mb|zero|schedule|v)=([\w-]+)", word)
+        match = re.fullmatch(r"(mb|zero|schedule|v|groups)=([\w.+-]+)", word)
         if match is None:
             raise ValueError(f"{text!r} is no part of the space: {word!r}")
         options[match[1]] = match[2]
@@ -125,13 +128,14 @@ def parse_part(text: str, devices: int) -> Part:
     if mesh.size != devices:
         raise ValueError(f"{text!r} is for {mesh.size} devices, not {devices}")
     zero = int(options["zero"]) if "zero" in options else None
-    return Part(mesh.tp, mesh, int(options["mb"]), zero, options.get("schedule"), int(options.get("v", "1")))
+    groups = tuple(options["groups"].split("+")) if "groups" in options else ()
+    return Part(mesh.tp, mesh, int(options["mb"]), zero, options.get("schedule"), int(options.get("v", "1")), groups)
 
 
 def work_bound_s(evaluator: Evaluator, part: Part) -> float:
     """No plan of ``part`` takes less: see the module. Raises BadInput where the batch cannot be cut so."""
     if part.mesh is None or part.micro_batches is None:
-        return evaluator.work_s(1, 1) / evaluator.problem.cluster.gpus
+        return evaluator.work_s(1, 1) / evaluator.capacity()
     pp, m = part.mesh.pp, part.micro_batches
     micro_batch_s = evaluator.work_s(part.mesh.dp, m) / part.tp
     if pp == 1:
@@ -179,7 +183,7 @@ def _one_stage(entry: Searched, part: Part, plan: Plan, evaluator: Evaluator) ->
         costs = evaluator.costs(configuration, evaluator.letters(configuration))
     except BadInput:
         return "", False
-    frontier, segments, limit = Frontier(costs), len(costs), evaluator.problem.memory_limit_bytes
+    frontier, segments, (limit,) = Frontier(costs), len(costs), evaluator.limits_bytes(configuration)
     label = frontier.fastest(0, segments, 1, limit)
     if not frontier.exact:
         return "", False

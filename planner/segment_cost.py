@@ -91,6 +91,19 @@ class SegmentCost:
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
 
+# Of the segments of a chain; or, where pipeline ranks differ, of each rank those of all segments as if it held them.
+RankCosts = Sequence[SegmentCost] | Sequence[Sequence[SegmentCost]]
+
+
+def of_each_rank(costs: RankCosts, ranks: int) -> list[Sequence[SegmentCost]]:
+    """One sequence a rank. Raises ValueError where there are others than ``ranks``."""
+    if not costs or isinstance(costs[0], SegmentCost):
+        return [costs] * ranks  # type: ignore[list-item]
+    if len(costs) != ranks:
+        raise ValueError(f"costs on {len(costs)} pipeline ranks for {ranks}")
+    return list(costs)  # type: ignore[arg-type]
+
+
 def stage_estimate(
     segments: Sequence[SegmentCost], recompute: Sequence[str], in_flight: int, last: bool
 ) -> StageEstimate:
@@ -121,7 +134,7 @@ def stage_estimate(
 
 
 def stage_estimates(
-    segments: Sequence[SegmentCost],
+    segments: RankCosts,
     stages: Sequence[tuple[int, int]],
     recompute: Sequence[str],
     held: Sequence[Sequence[tuple[int, ...]]],
@@ -132,8 +145,9 @@ def stage_estimates(
     of the temporary bytes, the most of any of its stages, counted with that one.
     """
     pp, last = len(held), len(stages) - 1
+    on = of_each_rank(segments, pp)
     one = [
-        stage_estimate(segments[first:end], recompute[first:end], 1, number == last)
+        stage_estimate(on[number % pp][first:end], recompute[first:end], 1, number == last)
         for number, (first, end) in enumerate(stages)
     ]
     found = list(one)

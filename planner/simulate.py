@@ -303,14 +303,20 @@ def step_time_s(
 
 
 def estimate_step(
-    stages: Sequence[StageEstimate], schedule: str, micro_batches: int, memory_limit_bytes: int, chunks: int = 1
+    stages: Sequence[StageEstimate],
+    schedule: str,
+    micro_batches: int,
+    memory_limit_bytes: int | Sequence[int],
+    chunks: int = 1,
 ) -> Estimate:
     """The objective of a plan: the predicted time of one training step and its split (formulas in the module).
 
     ``stages[i].forward_s`` and ``backward_s`` hold their communication on the dp and tp axes and recomputation, but not
     ``transfer_s``, the delay of what travels between stages i and i+1. Each rank has ``chunks`` of them.
+    ``memory_limit_bytes``: of a device; or, one a pipeline rank, where they differ.
     """
     pp = ranks_of(len(stages), chunks)
+    limits = (memory_limit_bytes,) if isinstance(memory_limit_bytes, int) else tuple(memory_limit_bytes)
     done = run(times_of(stages), chart(schedule, pp, micro_batches, chunks))
     ends = [
         end + sum(stage.gradient_sync_per_step_s + stage.optimizer_per_step_s for stage in stages[rank::pp])
@@ -332,6 +338,7 @@ def estimate_step(
         exposed_communication_s=communication,
         bubble_s=bubble,
         stages=tuple(stages),
-        memory_limit_bytes=memory_limit_bytes,
+        memory_limit_bytes=max(limits),
         chunks=chunks,
+        memory_limits_bytes=limits if len(set(limits)) > 1 else (),
     )

@@ -25,12 +25,13 @@ from dataclasses import dataclass
 
 from costmodels.collectives import collective_time_s
 from costmodels.compute import optimizer_step_s
-from costmodels.hardware import Cluster, Device
 from costmodels.memory import StateBytes, gathered_bytes, state_bytes
 from costmodels.operators import DTYPE_BYTES
 from costmodels.software import OURS, Software
+from costmodels.views import AnyCluster, AnyDevice
 from planner.ir.graph import Leaf
 from planner.ir.mesh import Mesh
+from planner.placement import Boundary
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,15 @@ def states(
     forward_s: float,
     backward_s: float,
     mesh: Mesh,
-    cluster: Cluster,
+    cluster: AnyCluster,
     optimizer: str,
     zero: int,
     reduces_in_backward: bool = True,
+    between_copies: Boundary | None = None,
 ) -> States:
-    """``forward_s``, ``backward_s``: of one micro-batch of the segment, what exchanges may overlap with."""
+    """``forward_s``, ``backward_s``: of one micro-batch of the segment, what exchanges may overlap with.
+
+    ``between_copies``: the way between stages that hold the same weights, where they lie on unequal machines."""
     dp = mesh.dp
     stage = zero if dp > 1 else 0
     trainable = [leaf for leaf in weights.parameters if leaf.trainable]
@@ -131,7 +135,7 @@ def states(
         sync += seconds("all_reduce", _reduced_bytes(partial, names, dp), "tp")
     if mesh.pp > 1:
         copies = [leaf for leaf in trainable if leaf.name in weights.shared]
-        sync += _copies_s(_reduced_bytes(copies, names, dp), mesh, cluster)
+        sync += _copies_s(_reduced_bytes(copies, names, dp), mesh, cluster, between_copies)
     return States(
         weights_bytes + _bytes([leaf for leaf in weights.parameters if not leaf.trainable]),
         gradients_bytes,
@@ -145,7 +149,7 @@ def states(
     )
 
 
-def bucketed_s(kind: str, size: float, mesh: Mesh, axis: str, cluster: Cluster, starts: bool = False) -> float:
+def bucketed_s(kind: str, size: float, mesh: Mesh, axis: str, cluster: AnyCluster, starts: bool = False) -> float:
     """Seconds of exchanging ``size`` bytes of many weights, once a step.
 
     By measured times at the rate of whole buckets, as the runtime fills them with the weights of all segments; ``starts``: with
@@ -159,7 +163,7 @@ def bucketed_s(kind: str, size: float, mesh: Mesh, axis: str, cluster: Cluster, 
     return size * max(full_s - start_s, 0.0) / OURS.bucket_bytes + (start_s if starts else 0.0)
 
 
-def exposed_s(time_s: float, hiding_s: float, device: Device) -> float:
+def exposed_s(time_s: float, hiding_s: float, device: AnyDevice) -> float:
     """Of communication of ``time_s`` behind operators of ``hiding_s``: what it adds to their time."""
     if device.kind == "cpu":
         return time_s
@@ -167,7 +171,7 @@ def exposed_s(time_s: float, hiding_s: float, device: Device) -> float:
     return max(slowdown * time_s, time_s - (1 - slowdown) * hiding_s)
 
 
-def reduces_alone(cluster: Cluster) -> bool:
+def reduces_alone(cluster: AnyCluster) -> bool:
     """Whether nothing overlaps with the reduction of gradients over dp."""
     return cluster.device.kind == "cpu" or not cluster.software.overlaps_reduction
 
@@ -186,21 +190,23 @@ def _travelling_bytes(leaves: Sequence[Leaf], software: Software) -> float:
     return sum(leaf.value.size_bytes * reduced_ratio(leaf, software) for leaf in leaves)
 
 
-def measured_update_s(optimizer: str, size_bytes: float, tensors: int, sharded: bool, cluster: Cluster) -> float | None:
+def measured_update_s(
+    optimizer: str, size_bytes: float, tensors: int, sharded: bool, cluster: AnyCluster
+) -> float | None:
     """Seconds of an update as measured on the cluster; None where it was not, or other software runs."""
     if cluster.measured is None or cluster.software is not OURS:
         return None
     return cluster.measured.update_s(optimizer, size_bytes, tensors, sharded)
 
 
-def update_correction(cluster: Cluster) -> float:
+def update_correction(cluster: AnyCluster) -> float:
     """What modelled times of updates are multiplied with."""
     if cluster.measured is None or cluster.software is not OURS:
         return 1.0
     return cluster.measured.corrections.update
 
 
-def _update_s(trainable: Sequence[Leaf], cut: set[str], dp: int, optimizer: str, cluster: Cluster) -> float:
+def _update_s(trainable: Sequence[Leaf], cut: set[str], dp: int, optimizer: str, cluster: AnyCluster) -> float:
     parts = [[x for x in trainable if (x.name in cut) == sharded] for sharded in (False, True)]
     measured = [
         measured_update_s(optimizer, _reduced_bytes(part, cut, dp), len(part), sharded, cluster)
@@ -241,6 +247,8 @@ def _reduced_bytes(leaves: Sequence[Leaf], cut: set[str], dp: int) -> int:
     return sum(padded_bytes(x, dp) // dp if x.name in cut else x.value.size_bytes for x in leaves)
 
 
-def _copies_s(size: int, mesh: Mesh, cluster: Cluster) -> float:
+def _copies_s(size: int, mesh: Mesh, cluster: AnyCluster, between: Boundary | None) -> float:
     """Adding the gradients of copies of a weight on two stages."""
+    if between is not None:
+        return between.add_s(size) if size else 0.0
     return collective_time_s("all_reduce", size, 2, mesh.stride("pp"), cluster) if size else 0.0

@@ -9,6 +9,7 @@
     pp2.dp2.tp2 mb=8 zero=3 recompute=full schedule=1f1b        any mix; what is left out has the default below
     pp2 mb=8 schedule=interleaved v=2                           v stages on each pipeline rank (zero-bubble too)
 
+    pp2.dp8 mb=8 groups=v100+a100               stages on unequal machines, the first on group v100
     pp4.tp2 mb=8 split=layers sequence=whole                    as Megatron-LM of 2021 does it
 
 ``mb`` is the number of micro-batches of a step. A batch that dp or mb does not divide is dealt as evenly as can be.
@@ -23,14 +24,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+from costmodels.mixed import Machine, MixedCluster
 from planner.batch import check_count
 from planner.errors import BadInput
 from planner.ir.graph import Node
 from planner.ir.mesh import Mesh
 from planner.ir.plan import RECOMPUTATIONS, SCHEDULES, Plan
 from planner.schedules import IN_ROUNDS, INTERLEAVED, ZERO_BUBBLE, check, in_equal_rounds
-from planner.segment_cost import SegmentCost
+from planner.segment_cost import RankCosts, SegmentCost, of_each_rank
 from planner.segments import segment_kinds
 from planner.sharding_rules import Strategy
 from planner.solve.configuration import FAST, Evaluator
@@ -62,6 +65,7 @@ class HandPicked:
     chunks: int | None = None
     split: str = "time"
     sequence: str = "cut"
+    groups: tuple[str, ...] = ()
 
 
 def parse_strategy(text: str, gpus: int) -> HandPicked:
@@ -85,6 +89,7 @@ def parse_strategy(text: str, gpus: int) -> HandPicked:
         options.get("v"),  # type: ignore[arg-type]
         str(options.get("split", "time")),
         str(options.get("sequence", "cut")),
+        tuple(str(options["groups"]).split("+")) if "groups" in options else (),
     )
 
 
@@ -115,13 +120,13 @@ def _options(words: Sequence[str], text: str) -> dict[str, int | str]:
             found[key] = int(value)
         elif key == "zero" and value in ("0", "1", "2", "3"):
             found[key] = int(value)
-        elif value in WORDS.get(key, ()):
+        elif value in WORDS.get(key, ()) or key == "groups" and value:
             found[key] = value
         else:
             raise BadInput(
                 f"strategy {text!r}: {word!r} is not an option; the options are mb=<number>, zero=0|1|2|3, "
                 + ", ".join(f"{name}={'|'.join(words)}" for name, words in WORDS.items())
-                + ", v=<stages a rank>"
+                + ", v=<stages a rank>, groups=<name>+<name>"
             )
     return found
 
@@ -163,13 +168,15 @@ def plan_by_hand(evaluator: Evaluator, text: str) -> Plan:
     refusal = check(schedule, mesh.pp, micro_batches, chunks)
     if refusal:
         raise BadInput(f"strategy {text!r}: {refusal}")
-    configuration = Configuration(mesh, micro_batches, picked.zero if mesh.dp > 1 else 0, schedule, chunks)
+    zero, groups = picked.zero if mesh.dp > 1 else 0, _groups(problem.cluster, picked)
+    configuration = Configuration(mesh, micro_batches, zero, schedule, chunks, groups)
     if schedule == ZERO_BUBBLE and (configuration.zero > 1 or picked.recompute != "none"):
         raise BadInput(
             f"strategy {text!r}: zero-bubble runs with zero=0 or 1 and recompute=none only; leave them "
             "out, or use another schedule"
         )
     evaluator.split(mesh.dp, micro_batches)
+    evaluator.places(configuration)
     if mesh.tp == 1:
         letters = evaluator.letters(configuration, FAST)
     elif picked.sequence == "cut":
@@ -180,8 +187,19 @@ def plan_by_hand(evaluator: Evaluator, text: str) -> Plan:
     if picked.split == "layers":
         stages = even_layers(segment_kinds(evaluator.graph), mesh.pp * chunks)
     else:
-        stages = even_stages(evaluator.costs(configuration, letters), recompute, mesh.pp * chunks)
+        stages = even_stages(evaluator.rank_costs(configuration, letters), recompute, mesh.pp * chunks)
     return evaluator.build_plan(configuration, letters, stages, recompute, text, notes=notes)
+
+
+def _groups(cluster: Machine, picked: HandPicked) -> tuple[str, ...]:
+    """The order of the groups of unequal machines; () for the cluster's own."""
+    if not picked.groups:
+        return ()
+    names = tuple(group.name for group in cluster.groups) if isinstance(cluster, MixedCluster) else ()
+    if sorted(picked.groups) != sorted(names):
+        there = f"name each of {', '.join(names)} once" if names else f"{cluster.name} has no groups: leave it out"
+        raise BadInput(f"strategy {picked.text!r}: groups={'+'.join(picked.groups)} does not fit the cluster; {there}")
+    return () if picked.groups == names else picked.groups
 
 
 def _micro_batches(evaluator: Evaluator, picked: HandPicked, schedule: str | None) -> tuple[int, tuple[str, ...]]:
@@ -233,18 +251,23 @@ def even_layers(kinds: Sequence[int], count: int) -> tuple[tuple[int, int], ...]
     return tuple(zip(edges, edges[1:], strict=False))
 
 
-def even_stages(costs: Sequence[SegmentCost], recompute: Sequence[str], count: int) -> tuple[tuple[int, int], ...]:
-    """The split into ``count`` stages whose slowest takes least (the linear partition problem, by dynamic programming)."""
-    times = [
-        c.forward_s + c.backward_s + c.recomputation(word).extra_s for c, word in zip(costs, recompute, strict=True)
-    ]
-    prefix = [0.0]
-    for t in times:
-        prefix.append(prefix[-1] + t)
-    n = len(times)
-    best: list[list[tuple[float, int]]] = [[(prefix[end], 0) for end in range(n + 1)]]
+def even_stages(costs: RankCosts, recompute: Sequence[str], count: int) -> tuple[tuple[int, int], ...]:
+    """The split into ``count`` stages whose slowest takes least (the linear partition problem, by dynamic programming).
+
+    ``costs``: where pipeline ranks differ, of each; stage i is on rank i modulo their number.
+    """
+    ranks = len(costs) if costs and not isinstance(costs[0], SegmentCost) else 1
+    prefixes = []
+    for chain in of_each_rank(costs, ranks):
+        times = (
+            c.forward_s + c.backward_s + c.recomputation(word).extra_s for c, word in zip(chain, recompute, strict=True)
+        )
+        prefixes.append([0.0, *accumulate(times)])
+    n = len(recompute)
+    best: list[list[tuple[float, int]]] = [[(prefixes[0][end], 0) for end in range(n + 1)]]
     for stages in range(2, count + 1):
         row = [(float("inf"), 0)] * (n + 1)
+        prefix = prefixes[(stages - 1) % ranks]
         for end in range(stages, n + 1):
             row[end] = min(
                 (max(best[-1][start][0], prefix[end] - prefix[start]), start) for start in range(stages - 1, end)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from costmodels.hardware import Cluster
+from costmodels.mixed import memory_bytes_of
 from planner.discover import with_discovered_rules
 from planner.errors import BadInput
 from planner.garbage import uncollected
@@ -93,7 +94,7 @@ def problem_of(model: torch.nn.Module, graph: Graph, request: Request) -> Proble
         cluster=cluster,
         optimizer=request.optimizer,
         precision=_main_dtype(graph) if request.dtype is None else str(request.dtype).removeprefix("torch."),
-        memory_limit_bytes=limit if limit is not None else cluster.device.memory_bytes,
+        memory_limit_bytes=limit if limit is not None else memory_bytes_of(cluster),
         seed=request.seed,
     )
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from costmodels.memory import state_bytes
+from costmodels.mixed import MixedCluster
 from planner.errors import BadInput, Infeasible, MeshwrightError, OutOfTime, Shortage
 from planner.ir.graph import Graph
 from planner.ir.plan import Plan
@@ -99,7 +100,7 @@ class _Finder:
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise OutOfTime(OUT_OF_TIME)
-        if least_states_bytes(problem) > problem.memory_limit_bytes:
+        if least_states_bytes(problem) > problem.mean_limit_bytes:
             return None
         try:
             return search(problem, left, within=within)
@@ -109,9 +110,9 @@ class _Finder:
     # --- kinds --------------------------------------------------------------------------------------------------------
 
     def _more_memory(self, shortage: Shortage) -> WayOut:
-        limit, missing = self.problem.memory_limit_bytes, shortage.missing_bytes
+        limit, missing = shortage.memory_limit_bytes, shortage.missing_bytes
         self.say(f"solving with {format_bytes(missing)} more memory")
-        larger = replace(self.problem, memory_limit_bytes=limit + missing)
+        larger = self.problem.with_more_memory(missing)
         try:
             plan = self.solved(larger, lambda c: str(c) == shortage.configuration)
         except OutOfTime:
@@ -136,7 +137,7 @@ class _Finder:
                 failed = gpus * 2**doubling
             if found is None:
                 return WayOut(kind, "", None, f"none up to {failed} devices fits")
-            step = max(1, failed // 4)
+            step = gpus if isinstance(self.problem.cluster, MixedCluster) else max(1, failed // 4)
             found = least(failed // step, found.mesh.size // step, lambda n: at(n * step), found)
         except OutOfTime:
             if found is None:
@@ -249,6 +250,6 @@ def _first_that_fits(evaluator: Evaluator, kind: str, strategies: Sequence[str])
             continue
         if plan.estimate.fits:
             return WayOut(kind, text, plan)
-        over = plan.estimate.peak_memory_bytes - plan.estimate.memory_limit_bytes
+        over = max(plan.estimate.over_bytes)
         reason = f"{plan.configuration} is {format_bytes(over)} over"
     return WayOut(kind, "", None, reason)

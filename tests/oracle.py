@@ -14,12 +14,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from costmodels.mixed import MixedCluster
 from planner.batch import BatchSplit, split_batch
 from planner.costing import Pricing, segment_costs
 from planner.errors import BadInput
 from planner.ir.graph import Graph, Leaf
 from planner.ir.layout import REPLICATED, WHOLE, Pair
 from planner.ir.mesh import AXES, Mesh
+from planner.placement import Place, places
 from planner.schedules import check
 from planner.segment_cost import SegmentCost
 from planner.segments import cut_into_segments, node_classes, segment_count
@@ -52,10 +54,16 @@ class Frontier:
         return self.points[place - 1][1] if place else math.inf
 
 
-def every_plan_of(costs: tuple[SegmentCost, ...], configuration: Configuration) -> Iterator[tuple[int, float]]:
-    """(bytes, seconds) of every split and recomputation."""
-    for estimate in every_estimate(costs, configuration, AMPLE):
-        yield estimate.peak_memory_bytes, estimate.step_time_s
+RankCosts = tuple[tuple[SegmentCost, ...], ...]  # of all segments, on each pipeline rank
+
+
+def every_plan_of(
+    costs: RankCosts, configuration: Configuration, sizes: tuple[int, ...] = ()
+) -> Iterator[tuple[int, float]]:
+    """(bytes, seconds) of every split and recomputation that fits ``sizes``, a device of each pipeline rank (default: ample)."""
+    for estimate in every_estimate(costs, configuration, sizes or AMPLE):
+        if estimate.fits:
+            yield estimate.peak_memory_bytes, estimate.step_time_s
 
 
 def micro_batches(batch: int, dp: int) -> set[int]:
@@ -80,8 +88,17 @@ def every_configuration(problem: Problem, segments: int) -> Iterator[Configurati
             if pp * chunks > segments or check(schedule, pp, m, chunks):
                 continue
             for zero in (0,) if dp == 1 else (0, 1) if schedule == "zero-bubble" else (0, 1, 2, 3):
-                for mesh in sorted(meshes):
-                    yield Configuration(mesh, m, zero, schedule, chunks)
+                for mesh, groups in itertools.product(sorted(meshes), orders_of_groups(problem)):
+                    yield Configuration(mesh, m, zero, schedule, chunks, groups)
+
+
+def orders_of_groups(problem: Problem) -> list[tuple[str, ...]]:
+    """All of them; () for the cluster's own."""
+    cluster = problem.cluster
+    if not isinstance(cluster, MixedCluster):
+        return [()]
+    names = tuple(group.name for group in cluster.groups)
+    return [() if order == names else order for order in itertools.permutations(names)]
 
 
 @dataclass(frozen=True)
@@ -105,7 +122,18 @@ class Oracle:
     def configurations(self) -> tuple[Configuration, ...]:
         """Those whose batch can be cut so."""
         found = every_configuration(self.problem, self.segments)
-        return tuple(c for c in found if self.split(c) is not None)
+        return tuple(c for c in found if self.split(c) is not None and self.places(c) is not None)
+
+    def places(self, configuration: Configuration) -> tuple[Place | None, ...] | None:
+        """Of each pipeline rank on unequal machines; None where tp would cross groups."""
+        cluster = self.problem.cluster
+        if isinstance(cluster, MixedCluster):
+            return places(cluster, configuration.groups, configuration.mesh)
+        return (None,) * configuration.mesh.pp
+
+    def sizes(self, configuration: Configuration) -> tuple[int, ...]:
+        """Memory of a device of each pipeline rank; (): ample."""
+        return tuple(place.memory_bytes for place in self.places(configuration) or () if place is not None)
 
     def split(self, configuration: Configuration) -> BatchSplit | None:
         """None where the batch cannot be cut so."""
@@ -122,17 +150,26 @@ class Oracle:
         split = self.split(configuration)
         return split is not None and len(split.pieces) == 1
 
-    def costs(self, configuration: Configuration, assignment: Assignment) -> tuple[SegmentCost, ...]:
+    def costs(self, configuration: Configuration, assignment: Assignment) -> RankCosts:
+        return tuple(self._costs_at(place, configuration, assignment) for place in self.places(configuration) or ())
+
+    def _costs_at(
+        self, place: Place | None, configuration: Configuration, assignment: Assignment
+    ) -> tuple[SegmentCost, ...]:
         split = self.split(configuration)
         assert split is not None
         local = shard(split.graph, "tp", configuration.mesh.tp, assignment.strategies, assignment.leaves)
+        cluster = self.problem.cluster if place is None else place.cluster
+        assert not isinstance(cluster, MixedCluster)
         pricing = Pricing(
-            self.problem.cluster,
+            cluster,
             configuration.mesh,
             self.problem.optimizer,
             configuration.zero,
             configuration.micro_batches,
             configuration.schedule != "zero-bubble",
+            None if place is None else place.onward,
+            None if place is None else place.to_the_end,
         )
         partial = frozenset(name for name, pair in assignment.leaves.items() if pair == REPLICATED)
         return segment_costs(local.graph, pricing, local.pairs, partial)
@@ -144,7 +181,8 @@ class Oracle:
         for configuration in self.configurations:
             if configuration.mesh.tp == 1:
                 (whole,) = self.assignments(configuration)[0]
-                found[configuration] = Frontier.of(every_plan_of(self.costs(configuration, whole), configuration))
+                costs = self.costs(configuration, whole)
+                found[configuration] = Frontier.of(every_plan_of(costs, configuration, self.sizes(configuration)))
         return found
 
     def with_tp(self, configuration: Configuration, most: int, draw: random.Random) -> tuple[Frontier, bool]:
@@ -152,7 +190,8 @@ class Oracle:
         are drawn."""
         assignments, whole = self.assignments(configuration, most, draw)
         priced = dict.fromkeys(self.costs(configuration, assignment) for assignment in assignments)
-        points = (point for costs in priced for point in every_plan_of(costs, configuration))
+        sizes = self.sizes(configuration)
+        points = (point for costs in priced for point in every_plan_of(costs, configuration, sizes))
         return Frontier.of(points), whole
 
     def assignments(

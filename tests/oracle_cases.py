@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from costmodels.hardware import Cluster
+from costmodels.mixed import MixedCluster
 from planner.ir.graph import Graph
-from tests.search_cases import cluster, traced
+from tests.search_cases import cluster, mixed, traced
 
 VOCABULARY = 6
 BLOCKS = ("linear", "gelu", "norm", "scale", "residual", "attention")
@@ -177,3 +178,29 @@ def clusters(draw: st.DrawFn, most: int = 4) -> Cluster:
         inter_bytes_per_s=link * draw(st.sampled_from([0.1, 0.5, 1.0])),
         kind=draw(st.sampled_from(["gpu", "gpu", "cpu"])),
     )
+
+
+@st.composite
+def mixed_clusters(draw: st.DrawFn) -> MixedCluster:
+    """Two or three groups of 1 to 3 devices that differ in speed, in memory or in nothing."""
+    count = draw(st.sampled_from([2, 2, 3]))
+    kind = draw(st.sampled_from(["gpu", "gpu", "cpu"]))
+    link = draw(st.sampled_from([1e7, 1e8, 1e9]))
+    memory_bytes_per_s = draw(st.sampled_from([1e8, 1e9, 1e10]))
+    launch_s = draw(st.sampled_from([0.0, 1e-7, 1e-6]))
+    groups = []
+    for _ in range(count):
+        group = cluster(
+            draw(st.sampled_from([1, 1, 2, 3] if count == 2 else [1, 1, 2])),
+            flops_per_s=draw(st.sampled_from([1e8, 1e9, 1e10])),
+            memory_bytes_per_s=memory_bytes_per_s * draw(st.sampled_from([0.5, 1.0])),
+            link_bytes_per_s=link * draw(st.sampled_from([0.5, 1.0])),
+            latency_s=draw(st.sampled_from([0.0, 1e-6])),
+            launch_s=launch_s * draw(st.sampled_from([1.0, 2.0])),
+            gpus_per_node=draw(st.sampled_from([1, 2, 4])),
+            inter_bytes_per_s=link * draw(st.sampled_from([0.1, 1.0])),
+            kind=kind,
+        )
+        size = draw(st.sampled_from([10**12, 10**12, 6000, 2500]))
+        groups.append(replace(group, device=replace(group.device, memory_bytes=size)))
+    return mixed(*groups, inter_bytes_per_s=link * draw(st.sampled_from([0.1, 1.0])), latency_s=1e-6)

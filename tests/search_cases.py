@@ -5,17 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 
 from costmodels.hardware import Cluster, Device, Link
+from costmodels.mixed import Machine, MixedCluster
 from planner.ir.graph import Graph
 from planner.ir.plan import Estimate
 from planner.schedules import ZERO_BUBBLE, held, in_flight
-from planner.segment_cost import SegmentCost, stage_estimate, stage_estimates
+from planner.segment_cost import RankCosts, SegmentCost, of_each_rank, stage_estimate, stage_estimates
 from planner.simulate import estimate_step
 from planner.solve.configuration import Problem
 from planner.solve.space import Configuration, Space
@@ -64,7 +65,13 @@ def graph_of(make: Callable[..., Any]) -> Graph:
     return trace(case.model, Batch(case.inputs, case.kwargs, case.target), case.loss_fn).graph
 
 
-def problem(graph: Graph, on: Cluster, memory_limit_bytes: int = AMPLE, optimizer: str = "adamw") -> Problem:
+def mixed(*groups: Cluster, inter_bytes_per_s: float = 1e9, latency_s: float = 1e-5) -> MixedCluster:
+    """Groups named a, b, c, joined by a link."""
+    named = (replace(group, name=name) for name, group in zip("abcd", groups, strict=False))
+    return MixedCluster("made-up mix", tuple(named), Link(inter_bytes_per_s, latency_s))
+
+
+def problem(graph: Graph, on: Machine, memory_limit_bytes: int = AMPLE, optimizer: str = "adamw") -> Problem:
     return Problem("model", graph, on, optimizer, "fp32", memory_limit_bytes)
 
 
@@ -115,20 +122,26 @@ def best_step_s(segments: Sequence[SegmentCost], pp: int, micro_batches: int, sc
     return min((x.step_time_s for x in tried if max(x.memory_bytes) <= limit_bytes), default=math.inf)
 
 
-def every_estimate(costs: Sequence[SegmentCost], configuration: Configuration, limit_bytes: int) -> Iterator[Estimate]:
-    """Every split and every choice of recomputation; with several stages a rank, evenly filled and recomputed in one way."""
+def every_estimate(
+    costs: RankCosts, configuration: Configuration, limit_bytes: int | Sequence[int]
+) -> Iterator[Estimate]:
+    """Every split and every choice of recomputation; with several stages a rank, evenly filled and recomputed in one way.
+
+    ``costs``, ``limit_bytes``: one a pipeline rank, where they differ.
+    """
     pp, m = configuration.mesh.pp, configuration.micro_batches
     schedule, chunks = configuration.schedule, configuration.chunks
     most = held(schedule, pp, m, chunks)
     words = ("none",) if schedule == ZERO_BUBBLE else ("none", "selective", "full")
-    for stages in splits(len(costs), pp * chunks):
+    (chain, *_) = of_each_rank(costs, pp)
+    for stages in splits(len(chain), pp * chunks):
         sizes = [end - first for first, end in stages]
         if chunks > 1 and max(sizes) - min(sizes) > 1:
             continue
-        for recompute in itertools.product(words, repeat=len(costs)):
+        for recompute in itertools.product(words, repeat=len(chain)):
             if chunks > 1 and any(len(set(recompute[first:end])) > 1 for first, end in stages):
                 continue
-            if all(word in cost.recomputations for word, cost in zip(recompute, costs, strict=True)):
+            if all(word in cost.recomputations for word, cost in zip(recompute, chain, strict=True)):
                 parts = stage_estimates(costs, stages, recompute, most)
                 yield estimate_step(parts, schedule, m, limit_bytes, chunks)
 

@@ -138,7 +138,13 @@ def test_a_free_link_saves_what_waits_for_it() -> None:
                                ("pp", 4, "between nodes"), ("tp", 1, "between nodes")]
 )  # fmt: skip
 def test_which_link_an_axis_uses(axis: str, node: int, link: str) -> None:
-    assert link_of(Mesh(2, 2, 2), axis, node) == link
+    assert link_of(Mesh(2, 2, 2), axis, (cluster(8, gpus_per_node=node),)) == link
+
+
+@pytest.mark.parametrize(("axis", "link"), [("tp", "inside nodes"), ("dp", "between nodes"), ("pp", "between groups")])
+def test_which_link_an_axis_uses_on_unequal_machines(axis: str, link: str) -> None:
+    group = cluster(4, gpus_per_node=2)
+    assert link_of(Mesh(2, 2, 2), axis, (group, group)) == link
 
 
 def test_zero_3_pays_for_its_weights() -> None:

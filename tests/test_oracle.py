@@ -28,7 +28,7 @@ from planner.solve.search import search
 from planner.solve.space import Configuration, Region
 from planner.timings import calls_of
 from tests.oracle import Frontier, Oracle, with_limit
-from tests.oracle_cases import Model, clusters, graph_of_model, models
+from tests.oracle_cases import Model, clusters, graph_of_model, mixed_clusters, models
 from tests.search_cases import AMPLE, cluster
 from tests.search_cases import problem as made_problem
 
@@ -113,7 +113,8 @@ def check_plan(plan: Plan, problem: Problem, oracle: Oracle, least_s: float) -> 
     """Legal, fits, costs what its decisions cost, and nothing without tp is faster."""
     verify_plan(plan, problem.graph)
     again = price_again(plan, Evaluator(problem)).estimate
-    own = estimate_step(again.stages, plan.schedule, plan.micro_batches, problem.memory_limit_bytes, plan.chunks)
+    own = estimate_step(again.stages, plan.schedule, plan.micro_batches, again.limits_bytes, plan.chunks)
+    assert max(again.limits_bytes) <= problem.memory_limit_bytes
     assert plan.estimate.fits and own.fits
     assert plan.objective_s == pytest.approx(own.step_time_s, rel=RELATIVE)
     assert plan.bound_s <= plan.objective_s <= least_s * (1 + RELATIVE)
@@ -152,6 +153,28 @@ def with_measured_times(problem: Problem, seed: int) -> Problem:
 @given(problems, st.sampled_from(LIMITS), st.integers(0, 99))
 def test_nothing_is_better_by_measured_times_either(problem: Problem, word: str, seed: int) -> None:
     check_search(with_measured_times(problem, seed), word, LETTERS // 4, 1)
+
+
+mixed_problems = st.builds(
+    lambda model, on, optimizer: made_problem(graph_of_model(model), on, optimizer=optimizer),
+    models(3),
+    mixed_clusters(),
+    st.sampled_from(["adamw", "sgd", "sgd-momentum"]),
+)
+
+
+@settings(EVERY, max_examples=30)
+@given(mixed_problems, st.sampled_from(LIMITS))
+def test_nothing_is_better_on_unequal_machines(problem: Problem, word: str) -> None:
+    check_search(problem, word, LETTERS // 4, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@settings(EVERY, max_examples=400)
+@given(mixed_problems, st.sampled_from(LIMITS))
+def test_nothing_is_better_in_hundreds_of_problems_on_unequal_machines(problem: Problem, word: str) -> None:
+    check_search(problem, word, LETTERS, 3)
 
 
 @pytest.mark.slow

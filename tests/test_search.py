@@ -213,7 +213,7 @@ def test_when_time_runs_out_the_best_so_far_comes_back(monkeypatch: pytest.Monke
 
 def test_an_interrupt_gives_the_best_so_far_or_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem("mlp", small_graph(), cluster(1e10), "adamw", "float32", 10**9)
-    whole, real, calls = search(problem), Evaluator.costs, itertools.count()
+    whole, real, calls = search(problem), Evaluator.rank_costs, itertools.count()
 
     def interrupted_at(number: int) -> Callable[..., object]:
         def costs(self: Evaluator, *arguments: object) -> object:
@@ -223,11 +223,11 @@ def test_an_interrupt_gives_the_best_so_far_or_is_passed_on(monkeypatch: pytest.
 
         return costs
 
-    monkeypatch.setattr(Evaluator, "costs", interrupted_at(0))
+    monkeypatch.setattr(Evaluator, "rank_costs", interrupted_at(0))
     with pytest.raises(KeyboardInterrupt):
         search(problem)
     calls = itertools.count()
-    monkeypatch.setattr(Evaluator, "costs", interrupted_at(12))
+    monkeypatch.setattr(Evaluator, "rank_costs", interrupted_at(12))
     plan = search(problem)
     verify_plan(plan, problem.graph)
     assert any(item.outcome == "open" for item in plan.searched)

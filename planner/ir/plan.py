@@ -108,7 +108,8 @@ class Estimate:
 
     step_time_s = compute_s + exposed_communication_s + bubble_s
 
-    ``chunks``: stages a device.
+    ``chunks``: stages a device. ``memory_limits_bytes``: of a device of each pipeline rank, where they differ; then
+    ``memory_limit_bytes`` is the largest.
     """
 
     step_time_s: float
@@ -118,6 +119,17 @@ class Estimate:
     stages: tuple[StageEstimate, ...]
     memory_limit_bytes: int
     chunks: int = 1
+    memory_limits_bytes: tuple[int, ...] = ()
+
+    @property
+    def limits_bytes(self) -> tuple[int, ...]:
+        """Of a device of each pipeline rank."""
+        return self.memory_limits_bytes or (self.memory_limit_bytes,) * (len(self.stages) // self.chunks)
+
+    @property
+    def over_bytes(self) -> tuple[int, ...]:
+        """By how much a device of each pipeline rank exceeds its limit; negative: what it has left."""
+        return tuple(memory.total_bytes - limit for memory, limit in zip(self.devices, self.limits_bytes, strict=True))
 
     @property
     def devices(self) -> tuple[MemoryEstimate, ...]:
@@ -137,7 +149,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return self.peak_memory_bytes <= self.memory_limit_bytes
+        return max(self.over_bytes) <= 0
 
 
 @dataclass(frozen=True)
@@ -160,6 +172,9 @@ class Searched:
 
 @dataclass(frozen=True)
 class Plan:
+    """See the module. On a cluster of unequal machines (costmodels.mixed) ``groups`` is the order in which ranks fill its
+    groups, () for the cluster's own, and ``placement`` says of each pipeline rank which groups its devices are of."""
+
     model: str
     graph_digest: str
     mesh: Mesh
@@ -181,6 +196,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     seed: int = 0
     chunks: int = 1
+    groups: tuple[str, ...] = ()
+    placement: tuple[str, ...] = ()
     version: int = VERSION
 
     @property
@@ -198,7 +215,8 @@ class Plan:
         recompute = self.recompute[0] if len(set(self.recompute)) == 1 else "some"
         parts = [str(self.mesh), f"mb={self.micro_batches}", f"zero={self.zero}", f"recompute={recompute}"]
         parts += [f"schedule={self.schedule}"] if self.mesh.pp > 1 else []
-        return " ".join(parts + ([f"v={self.chunks}"] if self.chunks > 1 else []))
+        parts += [f"v={self.chunks}"] if self.chunks > 1 else []
+        return " ".join(parts + ([f"groups={'+'.join(self.groups)}"] if self.groups else []))
 
     def to_json(self) -> str:
         data = asdict(self)

@@ -36,6 +36,11 @@ def _structure(plan: Plan) -> Iterator[str]:
     if plan.chunks < 1 or len(plan.stages) != mesh.pp * plan.chunks:
         each = "" if plan.chunks == 1 else f" of {plan.chunks} stages each"
         yield f"it has {len(plan.stages)} stages, but its mesh {mesh} has {mesh.pp}{each}"
+    for name, given in (("placement", plan.placement), ("memory_limits_bytes", plan.estimate.memory_limits_bytes)):
+        if given and len(given) != mesh.pp:
+            yield f"{name} has {len(given)} entries for {mesh.pp} pipeline ranks"
+    if plan.groups and not plan.placement:
+        yield f"it orders the groups {', '.join(plan.groups)}, but has no placement"
     expected = 0
     for index, (first, end) in enumerate(plan.stages):
         if first != expected:
@@ -114,7 +119,7 @@ def _estimate(plan: Plan) -> Iterator[str]:
     stored = plan.estimate
     if (len(stored.stages), stored.chunks) != (len(plan.stages), plan.chunks):
         yield f"its estimate has {len(stored.stages)} stages, {stored.chunks} a device, the plan {len(plan.stages)}"
-    again = estimate_step(stored.stages, plan.schedule, plan.micro_batches, stored.memory_limit_bytes, plan.chunks)
+    again = estimate_step(stored.stages, plan.schedule, plan.micro_batches, stored.limits_bytes, plan.chunks)
     for name in ("step_time_s", "compute_s", "exposed_communication_s", "bubble_s"):
         ours, theirs = getattr(again, name), getattr(stored, name)
         if abs(ours - theirs) > TOLERANCE * again.step_time_s:
@@ -124,11 +129,11 @@ def _estimate(plan: Plan) -> Iterator[str]:
 
 
 def _overflow(estimate: Estimate) -> str:
-    peaks = [memory.total_bytes for memory in estimate.devices]
-    worst = max(range(len(peaks)), key=peaks.__getitem__)
+    peaks, over = [memory.total_bytes for memory in estimate.devices], estimate.over_bytes
+    worst = max(range(len(peaks)), key=over.__getitem__)
     stages = list(range(worst, len(estimate.stages), len(peaks)))
     name = f"stage {worst}" if len(stages) == 1 else f"the device of stages {', '.join(map(str, stages))}"
-    return f"{name} needs {peaks[worst]} bytes a device, the limit is {estimate.memory_limit_bytes}"
+    return f"{name} needs {peaks[worst]} bytes a device, the limit is {estimate.limits_bytes[worst]}"
 
 
 def _proof(plan: Plan) -> Iterator[str]:

@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
-from costmodels.collectives import collective_time_s
 from costmodels.hardware import Cluster
 from costmodels.memory import state_bytes
+from costmodels.mixed import Machine, MixedCluster, of_each_group
+from costmodels.views import AnyCluster, fastest, picked, with_devices
 from planner.batch import BatchSplit, split_batch
 from planner.costing import Pricing, segment_costs
 from planner.errors import BadInput
@@ -27,6 +28,7 @@ from planner.ir.graph import Graph, Node
 from planner.ir.mesh import Mesh
 from planner.ir.plan import Plan, Searched, SegmentInfo
 from planner.layouts import record, scaled, strategy_names
+from planner.placement import Place, at_work, limit_of, places
 from planner.schedules import ZERO_BUBBLE, held
 from planner.segment_cost import SegmentCost, stage_estimates
 from planner.segments import cut_into_segments, segment_count, segment_kinds, segment_label, segment_nodes
@@ -36,9 +38,9 @@ from planner.simulate import estimate_step
 from planner.solve.letters import Letters, whole_letters
 from planner.solve.letters_program import Keep, LettersProgram
 from planner.solve.linear_program import NoSolution
-from planner.solve.pools import Pool, forced_recomputation_s, least_bytes, most_states_bytes, pools
+from planner.solve.pools import Pool, forced_recomputation_s, least_excess_bytes, most_states_bytes, pools
 from planner.solve.space import Configuration
-from planner.solve.work import SegmentWork, least_crossing_bytes, work_of_segments
+from planner.solve.work import SegmentWork, least_crossing_bytes, least_of, rate, work_of_segments
 
 FAST, GATHERED, TIGHT, LEAN = "fast", "gathered", "tight", "lean"
 # Lean strategies pay for memory as if filling a device took this many times the work of a micro-batch.
@@ -47,15 +49,37 @@ LEAN_PRICE = 3.0
 
 @dataclass(frozen=True)
 class Problem:
-    """What is planned: ``graph`` as traced, ``cluster`` with the number of devices to use, and limits."""
+    """What is planned: ``graph`` as traced, ``cluster`` with the number of devices to use, and limits.
+
+    ``memory_limit_bytes``: of every device; of a mixed cluster it holds for those that have more.
+    """
 
     name: str
     graph: Graph
-    cluster: Cluster
+    cluster: Machine
     optimizer: str
     precision: str
     memory_limit_bytes: int
     seed: int = 0
+
+    @property
+    def mean_limit_bytes(self) -> float:
+        """Of all devices."""
+        cluster, limit = self.cluster, self.memory_limit_bytes
+        if not isinstance(cluster, MixedCluster):
+            return limit
+        return sum(g.gpus * limit_of(cluster, g.device.memory_bytes, limit) for g in cluster.groups) / cluster.gpus
+
+    def with_more_memory(self, more_bytes: int) -> Problem:
+        """On every device."""
+
+        def larger(group: Cluster) -> Cluster:
+            return replace(group, device=replace(group.device, memory_bytes=group.device.memory_bytes + more_bytes))
+
+        cluster = self.cluster
+        if isinstance(cluster, MixedCluster):
+            cluster = of_each_group(cluster, larger)
+        return replace(self, cluster=cluster, memory_limit_bytes=self.memory_limit_bytes + more_bytes)
 
 
 def letters_mesh(mesh: Mesh) -> Mesh:
@@ -80,13 +104,13 @@ class Evaluator:
         self.segments = segment_count(self.graph)
         self.work_done = 0  # operators put into programs so far
         self._splits: dict[tuple[int, int], BatchSplit] = {}
-        self._work: dict[tuple[int, int, bool], tuple[SegmentWork, ...]] = {}
+        self._work: dict[tuple[int, int, AnyCluster], tuple[SegmentWork, ...]] = {}
         self._crossing: dict[tuple[int, int], int] = {}
-        self._ideal: dict[tuple[Mesh, int, int, bool, bool], tuple[SegmentCost, ...]] = {}
-        self._letters: dict[tuple[Mesh, int, int, str, float], Letters] = {}
-        self._programs: dict[tuple[Mesh, int, bool], LettersProgram] = {}
+        self._ideal: dict[tuple[Mesh, int, int, bool, AnyCluster], tuple[SegmentCost, ...]] = {}
+        self._letters: dict[tuple[Mesh, int, int, str, float, AnyCluster | None], Letters] = {}
+        self._programs: dict[tuple[Mesh, int, AnyCluster], LettersProgram] = {}
         self._local: dict[int, tuple[Letters, Sharded]] = {}
-        self._costs: dict[tuple[int, Mesh, int, int, bool], tuple[SegmentCost, ...]] = {}
+        self._costs: dict[tuple[int, Mesh, int, int, bool, Place | None], tuple[SegmentCost, ...]] = {}
 
     def split(self, dp: int, micro_batches: int) -> BatchSplit:
         """One dp rank's micro-batch of the folded graph. Raises BadInput when the batch cannot be cut so."""
@@ -95,38 +119,94 @@ class Evaluator:
             self._splits[key] = split_batch(self.folded.graph, dp, micro_batches)
         return self._splits[key]
 
-    def pricing(self, configuration: Configuration) -> Pricing:
+    def places(self, configuration: Configuration) -> tuple[Place, ...] | None:
+        """Where each pipeline rank lies on unequal machines; None where all devices are alike.
+
+        Raises BadInput where a tp group would lie on several groups of machines.
+        """
+        cluster = self.problem.cluster
+        if not isinstance(cluster, MixedCluster):
+            return None
+        found = places(cluster, configuration.groups, configuration.mesh)
+        if found is None:
+            raise BadInput(
+                f"{configuration.mesh} would cut single operators over devices of several groups ({cluster.words}); "
+                "choose a degree of tp that divides each, as the innermost axis"
+            )
+        return found
+
+    def limits_bytes(self, configuration: Configuration) -> tuple[int, ...]:
+        """What may be filled of a device of each pipeline rank."""
+        cluster, limit = self.problem.cluster, self.problem.memory_limit_bytes
+        found = self.places(configuration)
+        if found is None:
+            return (limit,) * configuration.mesh.pp
+        return tuple(limit_of(cluster, place.memory_bytes, limit) for place in found)
+
+    def pricing(self, configuration: Configuration, on: Place | AnyCluster) -> Pricing:
+        """On one pipeline rank, or on devices of a cluster wherever they lie."""
+        place = on if isinstance(on, Place) else None
         return Pricing(
-            self.problem.cluster,
+            on.cluster if isinstance(on, Place) else on,
             configuration.mesh,
             self.problem.optimizer,
             configuration.zero,
             configuration.micro_batches,
             configuration.schedule != ZERO_BUBBLE,
+            place.onward if place is not None else None,
+            place.to_the_end if place is not None else None,
+        )
+
+    def any_rank(self, configuration: Configuration) -> AnyCluster:
+        """What prices a bound that holds on every pipeline rank, and letters, which all share."""
+        found = self.places(configuration)
+        if found is None:
+            assert not isinstance(self.problem.cluster, MixedCluster)
+            return self.problem.cluster
+        return fastest(place.cluster for place in found)
+
+    def _cuttable(self, cluster: AnyCluster) -> AnyCluster:
+        """The cluster for work that is to be cut by tp: rows that are not aligned may be in shards, so none are slower."""
+        sizes = self._row_sizes
+        return with_devices(
+            cluster,
+            lambda device: (
+                device
+                if all(2 * size % device.alignment_bytes == 0 for size in sizes)
+                else replace(device, alignment_bytes=1)
+            ),
         )
 
     @cached_property
-    def bounding(self) -> Cluster:
+    def bounding(self) -> Machine:
         """The cluster for prices of a whole that bound those of its parts (costmodels.measured)."""
         cluster = self.problem.cluster
-        return cluster if cluster.measured is None else replace(cluster, measured=cluster.measured.bounding_below())
+        if isinstance(cluster, MixedCluster) or cluster.measured is None:
+            return cluster
+        return replace(cluster, measured=cluster.measured.bounding_below())
 
     @cached_property
-    def _cuttable(self) -> Cluster:
-        """The cluster for work that is to be cut by tp: rows that are not aligned may be in shards, so none are slower."""
-        device = self.problem.cluster.device
-        sizes = {size for value in self.graph.values.values() for size in value.shape[-2:]}
-        if all(2 * size % device.alignment_bytes == 0 for size in sizes):
-            return self.bounding
-        return replace(self.bounding, device=replace(device, alignment_bytes=1))
+    def _row_sizes(self) -> frozenset[int]:
+        return frozenset(size for value in self.graph.values.values() for size in value.shape[-2:])
 
-    def work(self, dp: int, micro_batches: int, cut: bool = True) -> tuple[SegmentWork, ...]:
+    def work(
+        self, dp: int, micro_batches: int, cut: bool = True, groups: tuple[str, ...] = ()
+    ) -> tuple[SegmentWork, ...]:
         """The work of every segment of the whole chain for one micro-batch on one device (tp = 1), without dp's
-        communication: if it is ``cut``, over n devices, it takes at least an n-th. Raises BadInput when the batch cannot be
-        cut so."""
+        communication: if it is ``cut``, over n devices, it takes at least an n-th. On unequal machines the least of all
+        devices, or that of devices of ``groups`` that wait for each other. Raises BadInput when the batch cannot be cut so."""
+        machine = self.bounding if cut else self.problem.cluster
+        if not isinstance(machine, MixedCluster):
+            return self._work_on(machine, dp, micro_batches, cut)
+        if groups:
+            return self._work_on(at_work(machine, groups), dp, micro_batches, cut)
+        each = [self._work_on(at_work(machine, (g.name,)), dp, micro_batches, cut) for g in machine.groups]
+        return least_of(each)
+
+    def _work_on(self, cluster: AnyCluster, dp: int, micro_batches: int, cut: bool) -> tuple[SegmentWork, ...]:
         pieces = self._as_micro_batches(dp, micro_batches)
-        cluster = self._cuttable if cut else self.problem.cluster
-        key = (*pieces, cluster is not self.problem.cluster)
+        cluster = self._cuttable(cluster) if cut else cluster
+        key = (*pieces, cluster)
         if key not in self._work:
             work = work_of_segments(
                 self.split(*pieces).graph, Pricing(cluster, Mesh(dp=pieces[0]), self.problem.optimizer)
@@ -142,7 +222,19 @@ class Evaluator:
         key = (mesh.dp, configuration.micro_batches)
         if key not in self._crossing:
             self._crossing[key] = least_crossing_bytes(self.split(*key).graph, set(self.folded.origin[:-1]))
-        return collective_time_s("send", self._crossing[key], mesh.pp, mesh.stride("pp"), self.problem.cluster)
+        size, found = self._crossing[key], self.places(configuration)
+        if found is None:
+            return self.pricing(configuration, self.any_rank(configuration)).send_s(size)
+        ways = found if configuration.chunks > 1 else found[:-1]
+        return min(place.onward.send_s(size) for place in ways)
+
+    def capacity(self) -> float:
+        """So many devices like the fastest do at least the work of all devices in the same time."""
+        machine = self.problem.cluster
+        if not isinstance(machine, MixedCluster):
+            return machine.gpus
+        least = self.work(1, 1)
+        return sum(group.gpus * rate(least, self.work(1, 1, groups=(group.name,))) for group in machine.groups)
 
     def work_s(self, dp: int, micro_batches: int, cut: bool = True) -> float:
         """The sum of ``work``."""
@@ -165,19 +257,17 @@ class Evaluator:
         Operators and conversions on tp, with the ranks of a group as neighbours, and what parameters cost once a step, in
         dp-th shares; nothing that travels on dp. Raises BadInput when the batch cannot be cut so.
         """
-        cluster = self.bounding
+        machine = self.bounding
         if tp == 1:
-            return self.work_s(dp, micro_batches, cut=cluster is not self.problem.cluster) * micro_batches
+            return self.work_s(dp, micro_batches, cut=machine is not self.problem.cluster) * micro_batches
+        cluster = fastest(machine.groups) if isinstance(machine, MixedCluster) else machine
         configuration = Configuration(Mesh(dp=dp, tp=tp), micro_batches, 3, "1f1b")
         program = self._program(configuration.mesh, micro_batches, None, cluster)
-        return program.solve(replace(self.pricing(configuration), cluster=cluster)).least_s * micro_batches
+        return program.solve(self.pricing(configuration, cluster)).least_s * micro_batches
 
-    def _program(
-        self, mesh: Mesh, micro_batches: int, keep: Keep | None, cluster: Cluster | None = None
-    ) -> LettersProgram:
-        """The letters program of a mesh on ``cluster`` (default: the problem's), kept but where ``keep`` restricts it."""
-        cluster = cluster or self.problem.cluster
-        key = (mesh, micro_batches, cluster is not self.problem.cluster)
+    def _program(self, mesh: Mesh, micro_batches: int, keep: Keep | None, cluster: AnyCluster) -> LettersProgram:
+        """The letters program of a mesh on ``cluster``, kept but where ``keep`` restricts it."""
+        key = (mesh, micro_batches, cluster)
         nodes = len(self.split(mesh.dp, micro_batches).graph.nodes)
         self.work_done += nodes // 2
         if keep is None and key in self._programs:
@@ -185,24 +275,37 @@ class Evaluator:
         self.work_done += nodes // 2
         graph = self.split(mesh.dp, micro_batches).graph
         kept = self._kept_in_all_pieces(mesh.dp, micro_batches, mesh.tp, keep)
-        pricing = replace(self.pricing(Configuration(mesh, micro_batches, 0, "1f1b")), cluster=cluster)
+        pricing = self.pricing(Configuration(mesh, micro_batches, 0, "1f1b"), cluster)
         program = LettersProgram(graph, pricing, self.folded.weights, kept)
         if keep is None:
             self._programs[key] = program
         return program
 
-    def ideal_costs(self, configuration: Configuration) -> tuple[SegmentCost, ...]:
+    def ideal_costs(self, configuration: Configuration, place: Place | None = None) -> tuple[SegmentCost, ...]:
         """Segment costs on a device that holds everything of a stage (tp = 1): a tp-th of them, where sizes are meant, is
-        the least any letters leave to one device."""
+        the least any letters leave to one device. On unequal machines those on ``place``, or the least of all."""
+        machine = self.bounding if configuration.mesh.tp > 1 else self.problem.cluster
+        if place is not None:
+            return self._ideal_on(place.cluster, configuration)
+        if not isinstance(machine, MixedCluster):
+            return self._ideal_on(machine, configuration)
+        if configuration.mesh.size != machine.gpus:  # of any devices: sizes are meant
+            return self._ideal_on(at_work(machine, (machine.groups[0].name,)), configuration)
+        each = [self._ideal_on(x.cluster, configuration) for x in dict.fromkeys(self.places(configuration) or ())]
+        if len(each) == 1:
+            return each[0]
+        return tuple(picked(same, slowest=False) for same in zip(*each, strict=True))
+
+    def _ideal_on(self, cluster: AnyCluster, configuration: Configuration) -> tuple[SegmentCost, ...]:
         in_two, mesh = configuration.schedule == ZERO_BUBBLE, configuration.mesh
         # Nothing but dp communicates: the other axes only say how far apart its ranks are.
         apart = Mesh(dp=mesh.dp, tp=mesh.stride("dp") if mesh.dp > 1 else 1)
-        key = (apart, configuration.micro_batches, configuration.zero, in_two, mesh.tp > 1)
+        cluster = self._cuttable(cluster) if mesh.tp > 1 else cluster
+        key = (apart, configuration.micro_batches, configuration.zero, in_two, cluster)
         if key not in self._ideal:
             alone = replace(configuration, mesh=Mesh(dp=mesh.dp))
             local = self._sharded(alone, self.letters(alone))
-            cluster = self._cuttable if mesh.tp > 1 else self.problem.cluster
-            self._ideal[key] = self._costs_of(replace(alone, mesh=apart), local, cluster=cluster)
+            self._ideal[key] = self._costs_of(replace(alone, mesh=apart), local, cluster)
         return self._ideal[key]
 
     def forced_recomputation_s(self, configuration: Configuration) -> float:
@@ -211,14 +314,15 @@ class Evaluator:
 
         Relaxed: weights and activations cut evenly over tp, and memory pooled (pools.py).
         """
-        if self.least_bytes(configuration) > self.problem.memory_limit_bytes:
+        if self.least_excess_bytes(configuration) > 0:
             return math.inf
         costs, tp = self.ideal_costs(configuration), configuration.mesh.tp
-        return forced_recomputation_s(self._pools(configuration), costs, tp, self.problem.memory_limit_bytes)
+        return forced_recomputation_s(self._pools(configuration), costs, tp, self.limits_bytes(configuration))
 
-    def least_bytes(self, configuration: Configuration) -> float:
-        """A lower bound of the memory of the fullest device, with everything recomputed that makes room."""
-        return least_bytes(self._pools(configuration), self.ideal_costs(configuration), configuration.mesh.tp)
+    def least_excess_bytes(self, configuration: Configuration) -> float:
+        """By how much some device exceeds its memory at least, with everything recomputed that makes room."""
+        costs, limits = self.ideal_costs(configuration), self.limits_bytes(configuration)
+        return least_excess_bytes(self._pools(configuration), costs, configuration.mesh.tp, limits)
 
     def _pools(self, at: Configuration) -> tuple[Pool, ...]:
         return pools(at.schedule, at.mesh.pp, at.micro_batches, at.chunks, self.segments)
@@ -228,12 +332,13 @@ class Evaluator:
         none do. ``exactly``: from the letters themselves, else soon, and a little less, from the program relaxed."""
         mesh, zero = letters_mesh(configuration.mesh), letters_zero(configuration.zero)
         held = self.held_share(configuration)
-        key = (mesh, configuration.micro_batches, zero, FAST, held)
+        cluster = self.any_rank(configuration)
+        key = (mesh, configuration.micro_batches, zero, FAST, held, cluster if mesh.tp > 1 else None)
         try:
             if exactly or key in self._letters or mesh.tp == 1:
                 return self.letters(configuration).least_s * configuration.micro_batches
-            pricing = self.pricing(replace(configuration, mesh=mesh, zero=zero))
-            least_s, found = self._program(mesh, configuration.micro_batches, None).relax(pricing, held)
+            pricing = self.pricing(replace(configuration, mesh=mesh, zero=zero), cluster)
+            least_s, found = self._program(mesh, configuration.micro_batches, None, cluster).relax(pricing, held)
         except NoSolution:
             return math.inf
         if found is not None:
@@ -266,15 +371,16 @@ class Evaluator:
 
     def _solved_letters(self, configuration: Configuration, variant: str, keep: Keep | None, held: float) -> Letters:
         mesh, zero = letters_mesh(configuration.mesh), letters_zero(configuration.zero)
-        key = (mesh, configuration.micro_batches, zero, variant, held)
+        cluster = self.any_rank(configuration) if mesh.tp > 1 else None
+        key = (mesh, configuration.micro_batches, zero, variant, held, cluster)
         if key in self._letters:
             return self._letters[key]
-        if mesh.tp == 1:
+        if cluster is None:
             found = whole_letters(self.split(mesh.dp, configuration.micro_batches).graph)
         else:
             price = self._lean_price_us(configuration) if variant == LEAN else 0.0
-            pricing = self.pricing(replace(configuration, mesh=mesh, zero=zero))
-            program = self._program(mesh, configuration.micro_batches, keep)
+            pricing = self.pricing(replace(configuration, mesh=mesh, zero=zero), cluster)
+            program = self._program(mesh, configuration.micro_batches, keep, cluster)
             found = program.solve(pricing, price, held, gathered=variant == GATHERED)
         self._letters[key] = found
         return found
@@ -289,9 +395,9 @@ class Evaluator:
         mesh = configuration.mesh
         if mesh.tp == 1:
             return 1.0
-        costs, limit = self.ideal_costs(configuration), self.problem.memory_limit_bytes
+        costs, limits = self.ideal_costs(configuration), self.limits_bytes(configuration)
         states = sum(c.states_bytes for c in costs)
-        room = most_states_bytes(self._pools(configuration), costs, mesh.tp, limit)
+        room = most_states_bytes(self._pools(configuration), costs, mesh.tp, limits)
         if not states or room >= states:
             return 1.0
         return min(1.0, max(math.ceil(8 * room / self._least_states_bytes(configuration)), math.ceil(8 / mesh.tp)) / 8)
@@ -333,27 +439,33 @@ class Evaluator:
 
     def _lean_price_us(self, configuration: Configuration) -> float:
         work_us = self.work_s(configuration.mesh.dp, configuration.micro_batches) * 1e6
-        return LEAN_PRICE * work_us / self.problem.memory_limit_bytes
+        return LEAN_PRICE * work_us / min(self.limits_bytes(configuration))
 
-    def costs(self, configuration: Configuration, letters: Letters) -> tuple[SegmentCost, ...]:
-        """The cost of every segment of the whole chain."""
-        in_two = configuration.schedule == ZERO_BUBBLE
-        key = (id(letters), configuration.mesh, configuration.micro_batches, configuration.zero, in_two)
+    def costs(self, configuration: Configuration, letters: Letters, rank: int = 0) -> tuple[SegmentCost, ...]:
+        """The cost of every segment of the whole chain, if it lay on pipeline rank ``rank``."""
+        found = self.places(configuration)
+        return self._costs_at(configuration, letters, None if found is None else found[rank])
+
+    def rank_costs(self, configuration: Configuration, letters: Letters) -> tuple[tuple[SegmentCost, ...], ...]:
+        """``costs`` on every pipeline rank; of ranks alike the same object."""
+        found = self.places(configuration) or (None,) * configuration.mesh.pp
+        return tuple(self._costs_at(configuration, letters, place) for place in found)
+
+    def _costs_at(self, at: Configuration, letters: Letters, place: Place | None) -> tuple[SegmentCost, ...]:
+        key = (id(letters), at.mesh, at.micro_batches, at.zero, at.schedule == ZERO_BUBBLE, place)
         if key not in self._costs:
-            local = self._sharded(configuration, letters)
-            self._costs[key] = self._costs_of(configuration, local, letters.partial_leaves)
+            on = self.any_rank(at) if place is None else place
+            self._costs[key] = self._costs_of(at, self._sharded(at, letters), on, letters.partial_leaves)
         return self._costs[key]
 
     def _costs_of(
         self,
         configuration: Configuration,
         local: Sharded,
+        on: Place | AnyCluster,
         partial: frozenset[str] = frozenset(),
-        cluster: Cluster | None = None,
     ) -> tuple[SegmentCost, ...]:
-        pricing = self.pricing(configuration)
-        pricing = pricing if cluster is None else replace(pricing, cluster=cluster)
-        costs = segment_costs(local.graph, pricing, local.pairs, partial)
+        costs = segment_costs(local.graph, self.pricing(configuration, on), local.pairs, partial)
         return tuple(costs[i] for i in self.folded.origin)
 
     def _sharded(self, configuration: Configuration, letters: Letters) -> Sharded:
@@ -377,12 +489,12 @@ class Evaluator:
     ) -> Plan:
         """The plan of these decisions, priced."""
         problem, mesh = self.problem, configuration.mesh
-        costs = self.costs(configuration, letters)
+        costs, limits = self.rank_costs(configuration, letters), self.limits_bytes(configuration)
         split = self.split(mesh.dp, configuration.micro_batches)
         schedule, chunks = configuration.schedule, configuration.chunks
         most = held(schedule, mesh.pp, configuration.micro_batches, chunks)
         estimates = stage_estimates(costs, stages, recompute, most)
-        estimate = estimate_step(estimates, schedule, configuration.micro_batches, problem.memory_limit_bytes, chunks)
+        estimate = estimate_step(estimates, schedule, configuration.micro_batches, limits, chunks)
         return Plan(
             model=problem.name,
             graph_digest=problem.graph.digest,
@@ -407,6 +519,8 @@ class Evaluator:
             notes=(*problem.graph.notes, *notes),
             seed=problem.seed,
             chunks=chunks,
+            groups=configuration.groups,
+            placement=tuple(place.words for place in self.places(configuration) or ()),
         )
 
     def _kinds_of_folded(self) -> tuple[int, ...]:

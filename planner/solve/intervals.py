@@ -8,7 +8,8 @@ A split can only take less than T when every stage s, holding [i, j), has
     m total(i, j) + per_step(i, j) < T
 
 (planner.simulate.lower_bound_s), where total is forward plus backward, and before(i) that of the segments above i, or their
-forward alone where the backward is in two parts.
+forward alone where the backward is in two parts. Where ranks differ, total is that of the stage's own rank, and before, of each
+segment, the least of all ranks up to it: what comes before a stage then grows with i by no more than its own time would.
 Both sides grow with j and shrink with growing i, so the starts that stage s can have lie between two ends, found greedily:
 
     latest[s + 1]      the farthest end of an interval that starts at latest[s]
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -56,31 +57,56 @@ class Interval:
         return StageTimes(self.forward_s, backward_s, self.transfer_s, min(self.weight_backward_s, backward_s))
 
 
+class _Sums:
+    """Of one chain of segments: sums up to each, and the frontier of recomputation."""
+
+    def __init__(self, segments: Sequence[SegmentCost]) -> None:
+        self.frontier = Frontier(segments)
+        self.forward = [0.0, *accumulate(s.forward_s for s in segments)]
+        self.backward = [0.0, *accumulate(s.backward_s for s in segments)]
+        self.per_step = [0.0, *accumulate(s.gradient_sync_per_step_s + s.optimizer_per_step_s for s in segments)]
+        self.weight = [0.0, *accumulate(s.weight_backward_s for s in segments)]
+
+
 class Intervals:
     """The intervals of each of ``len(flights)`` stages, made when asked for.
 
-    ``flights[s]``: micro-batches that stage s holds at once. ``in_two``: the backward is in two parts, without
+    ``segments[s]``: what all segments cost on the rank of stage s, the same object where ranks are alike; ``limits_bytes[s]``:
+    of a device there. ``flights[s]``: micro-batches that stage s holds at once. ``in_two``: the backward is in two parts, without
     recomputation (zero-bubble).
     """
 
     def __init__(
         self,
-        segments: Sequence[SegmentCost],
+        segments: Sequence[Sequence[SegmentCost]],
         flights: Sequence[int],
         micro_batches: int,
-        limit_bytes: int,
+        limits_bytes: Sequence[int],
         in_two: bool = False,
     ) -> None:
         self.segments, self.flights = segments, flights
-        self.stages, self.m, self.limit_bytes = len(flights), micro_batches, limit_bytes
-        self.frontier = Frontier(segments)
+        self.stages, self.m, self.limits_bytes = len(flights), micro_batches, limits_bytes
+        self.count = len(segments[0])
         self.memory_binds = False
         self.in_two = in_two
-        self._forward = [0.0, *accumulate(s.forward_s for s in segments)]
-        self._backward = [0.0, *accumulate(s.backward_s for s in segments)]
-        self._per_step = [0.0, *accumulate(s.gradient_sync_per_step_s + s.optimizer_per_step_s for s in segments)]
-        self._weight = [0.0, *accumulate(s.weight_backward_s for s in segments)]
+        sums = {id(chain): _Sums(chain) for chain in segments}
+        self._sums = [sums[id(chain)] for chain in segments]
+        self.chains = tuple(sums.values())
+        self._before = [[0.0, *accumulate(least)] for least in self._least_so_far()]
         self._known: dict[tuple[int, int, int], Interval | None] = {}
+
+    def _least_so_far(self) -> Iterator[list[float]]:
+        """Of each stage what every segment makes it wait for at least, if it is above."""
+        least: list[float] = []
+        for number, chain in enumerate(self.segments):
+            if number == 0 or chain is not self.segments[number - 1]:
+                own = [s.forward_s + (0.0 if self.in_two else s.backward_s) for s in chain]
+                least = [min(pair) for pair in zip(least, own, strict=True)] if least else own
+            yield least
+
+    @property
+    def frontiers(self) -> tuple[Frontier, ...]:
+        return tuple(sums.frontier for sums in self.chains)
 
     def at(self, stage: int, first: int, end: int) -> Interval | None:
         """None where it does not fit the memory."""
@@ -90,16 +116,17 @@ class Intervals:
         return self._known[key]
 
     def _make(self, stage: int, first: int, end: int) -> Interval | None:
-        flight = self.flights[stage]
-        label = self.frontier.fastest(first, end, flight, self.limit_bytes)
+        flight, limit_bytes = self.flights[stage], self.limits_bytes[stage]
+        frontier = self._sums[stage].frontier
+        label = frontier.fastest(first, end, flight, limit_bytes)
         if label is None or (self.in_two and set(label.recompute) != {"none"}):
             return None
-        extra_s = self.frontier.least_extra_s(first, end, flight, self.limit_bytes) if label.extra_s else 0.0
+        extra_s = frontier.least_extra_s(first, end, flight, limit_bytes) if label.extra_s else 0.0
         return self._with(stage, first, end, label, extra_s)
 
     def each_way(self, stage: int, first: int, end: int) -> list[Interval]:
         """The interval with each way of recomputation for all its segments alike, whatever memory it takes."""
-        part = self.segments[first:end]
+        part = self.segments[stage][first:end]
         found = []
         for word in RECOMPUTATIONS[:1] if self.in_two else RECOMPUTATIONS:
             if all(word in segment.recomputations for segment in part):
@@ -114,41 +141,46 @@ class Intervals:
         return found
 
     def _with(self, stage: int, first: int, end: int, label: Label, extra_s: float) -> Interval:
-        forward_s = self._forward[end] - self._forward[first]
+        sums = self._sums[stage]
+        forward_s = sums.forward[end] - sums.forward[first]
         return Interval(
             first,
             end,
             label,
             forward_s,
-            forward_s + self._backward[end] - self._backward[first] + extra_s,
-            0.0 if stage == self.stages - 1 else self.segments[end - 1].transfer_s,
-            self._per_step[end] - self._per_step[first],
-            self._weight[end] - self._weight[first],
+            forward_s + sums.backward[end] - sums.backward[first] + extra_s,
+            0.0 if stage == self.stages - 1 else self.segments[stage][end - 1].transfer_s,
+            sums.per_step[end] - sums.per_step[first],
+            sums.weight[end] - sums.weight[first],
         )
 
-    def before_s(self, first: int) -> float:
-        return self._forward[first] + (0.0 if self.in_two else self._backward[first])
+    def before_s(self, stage: int, first: int) -> float:
+        return self._before[stage][first]
+
+    def over_bytes(self, stage: int, first: int, end: int) -> int:
+        """By how much the interval exceeds the memory at least."""
+        return self._sums[stage].frontier.least_bytes(first, end, self.flights[stage]) - self.limits_bytes[stage]
 
     def last_end(self, stage: int) -> int:
         """Where ``stage`` must end at the latest, to leave a segment for every stage behind it."""
-        return len(self.segments) - (self.stages - stage - 1)
+        return self.count - (self.stages - stage - 1)
 
     def below(self, stage: int, first: int, end: int, below_s: float) -> bool:
         """Whether the interval fits, and a step with it can take less than ``below_s``."""
         m = self.m
         if math.isinf(below_s) and not self.in_two:
-            fits = self.frontier.may_fit(first, end, self.flights[stage], self.limit_bytes)
+            frontier = self._sums[stage].frontier
+            fits = frontier.may_fit(first, end, self.flights[stage], self.limits_bytes[stage])
             if fits is not None:
                 return fits
-        plain_s = self._forward[end] - self._forward[first] + self._backward[end] - self._backward[first]
-        if self.before_s(first) + m * plain_s >= below_s:
+        sums, before_s = self._sums[stage], self.before_s(stage, first)
+        plain_s = sums.forward[end] - sums.forward[first] + sums.backward[end] - sums.backward[first]
+        if before_s + m * plain_s >= below_s:
             return False
         x = self.at(stage, first, end)
         if x is None or x.label.extra_s > 0:
             self.memory_binds = True
-        return (
-            x is not None and self.before_s(first) + m * x.total_s < below_s and m * x.total_s + x.per_step_s < below_s
-        )
+        return x is not None and before_s + m * x.total_s < below_s and m * x.total_s + x.per_step_s < below_s
 
     def farthest(self, stage: int, first: int, below_s: float) -> int:
         """The last end of an interval of ``stage`` from ``first``; ``first`` where there is none."""
@@ -168,7 +200,7 @@ class Intervals:
             if end == starts[-1]:
                 return None
             starts.append(end)
-        return tuple(starts) if starts[-1] == len(self.segments) else None
+        return tuple(starts) if starts[-1] == self.count else None
 
     def fitting(self) -> tuple[int, ...] | None:
         """The starts of a split that fits the memory; None when there is none."""
@@ -184,9 +216,9 @@ class Intervals:
                     row.setdefault(end, first)
             came.append(row)
             reached = sorted(row)
-        if len(self.segments) not in reached:
+        if self.count not in reached:
             return None
-        starts = [len(self.segments)]
+        starts = [self.count]
         for row in reversed(came):
             starts.append(row[starts[-1]])
         return tuple(reversed(starts))
@@ -194,12 +226,13 @@ class Intervals:
     def even(self) -> tuple[tuple[int, ...] | None, float]:
         """The starts of a split that fits, greedy for the least T at which it fits, and a lower bound of any step."""
         found = self.fitting()
-        total_s = self._forward[-1] + self._backward[-1]
+        total_s = self._least_total_s()
         low, high = total_s * self.m / self.stages, math.inf
+        longest_s = max(sums.forward[-1] + sums.backward[-1] for sums in self.chains)
         if found is None or not total_s:
             return found, low
         step = low
-        while high > low * (1 + EVEN_TO) and low < 1e3 * total_s * self.m:
+        while high > low * (1 + EVEN_TO) and low < 1e3 * longest_s * self.m:
             middle = min(low + step, (low + high) / 2)
             split = self.greedy(middle)
             if split is not None:
@@ -210,13 +243,20 @@ class Intervals:
                 low, step = middle, step * 2
         return found, low
 
+    def _least_total_s(self) -> float:
+        """Forward and backward of the chain, each segment on the rank that takes least."""
+        if len(self.chains) == 1:
+            return self.chains[0].forward[-1] + self.chains[0].backward[-1]
+        distinct = {id(chain): chain for chain in self.segments}.values()
+        return sum(min(s.forward_s + s.backward_s for s in same) for same in zip(*distinct, strict=True))
+
     def within(self, below_s: float) -> list[list[Interval]]:
         """Of each stage, the intervals that a split of less than ``below_s`` may have, in order; [] where there is none.
 
         ``memory_binds`` then says whether others would be among them if there were more memory.
         """
         self.memory_binds = False
-        n, stages = len(self.segments), self.stages
+        n, stages = self.count, self.stages
         latest, earliest = [0], [n]
         for stage in range(stages):
             latest.append(max(self.farthest(stage, latest[-1], below_s), latest[-1]))

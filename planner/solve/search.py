@@ -228,8 +228,8 @@ class _Search:
     # --- bounds -------------------------------------------------------------------------------------------------------
 
     def _cheapest_s(self) -> float:
-        """The work of the whole batch, spread evenly over all devices."""
-        return self.evaluator.work_s(1, 1) / self.problem.cluster.gpus
+        """The work of the whole batch, spread evenly over all devices by what they can do."""
+        return self.evaluator.work_s(1, 1) / self.evaluator.capacity()
 
     def _take(self, entry: _Entry) -> None:
         """Make the bound of a part sharper, or split it, or solve it."""
@@ -278,22 +278,22 @@ class _Search:
 
     def _solved(self, configuration: Configuration) -> _Outcome:
         found: list[_Found] = []
-        tried: list[tuple[SegmentCost, ...]] = []
+        tried: list[tuple[tuple[SegmentCost, ...], ...]] = []
         proven = math.inf
         for variant in self.evaluator.variants(configuration):
             if variant != FAST and any(not f.choice.memory_binds for f in found):
                 break
-            costs = self.evaluator.costs(configuration, self.evaluator.letters(configuration, variant))
+            costs = self.evaluator.rank_costs(configuration, self.evaluator.letters(configuration, variant))
             if costs in tried:
                 continue
             tried.append(costs)
-            self.evaluator.work_done += work_of_stages(configuration, len(costs))
+            self.evaluator.work_done += work_of_stages(configuration, self.evaluator.segments)
             choice = choose_stages(
                 costs,
                 configuration.mesh.pp,
                 configuration.micro_batches,
                 configuration.schedule,
-                self.problem.memory_limit_bytes,
+                self.evaluator.limits_bytes(configuration),
                 chunks=configuration.chunks,
                 upper_bound_s=min([self.best_s, *(f.choice.estimate.step_time_s for f in found)]),
                 promising_s=PROMISING * self.best_s if configuration.mesh.tp > 1 else math.inf,

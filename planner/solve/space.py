@@ -9,6 +9,7 @@ configuration, the letters of the operators, the stages and the recomputation, i
 
     numbers of micro-batches     those that divide a rank's rows; powers of two where there are none
     orders of the axes           all that differ in the links an axis uses; one where all links are alike
+    orders of the groups         on unequal machines, all that differ in where pipeline ranks lie (planner.placement)
     ZeRO                         0 to 3 on dp
     schedules                    those that exist (planner.schedules.check); interleaved and zero-bubble with 1, 2, 4 or 8
                                  stages a rank; where they are several, evenly filled and each recomputed in one way
@@ -22,8 +23,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from costmodels.hardware import Cluster
+from costmodels.mixed import Machine, MixedCluster
 from planner.ir.mesh import AXES, Mesh
 from planner.ir.plan import SCHEDULES
+from planner.placement import orders_of_groups, places
 from planner.schedules import IN_ROUNDS, ZERO_BUBBLE, check
 
 MOST_CHUNKS = 8
@@ -53,26 +56,30 @@ class Shape:
 
 @dataclass(frozen=True)
 class Configuration:
+    """``groups``: the order in which ranks fill the groups of unequal machines; (): that of the cluster."""
+
     mesh: Mesh
     micro_batches: int
     zero: int
     schedule: str
     chunks: int = 1
+    groups: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         text = f"{self.mesh} mb={self.micro_batches} zero={self.zero}"
         if self.mesh.pp > 1:
             text += f" schedule={self.schedule}"
-        return text + (f" v={self.chunks}" if self.chunks > 1 else "")
+        text += f" v={self.chunks}" if self.chunks > 1 else ""
+        return text + (f" groups={'+'.join(self.groups)}" if self.groups else "")
 
     @property
     def shape(self) -> Shape:
         return Shape(Mesh(self.mesh.pp, self.mesh.dp, self.mesh.tp), self.micro_batches)
 
     def differs(self, other: Configuration) -> int:
-        """In how many respects two configurations differ: shape, order of axes, ZeRO stage, schedule."""
-        mine = (self.shape, self.mesh.order, self.zero, (self.schedule, self.chunks))
-        theirs = (other.shape, other.mesh.order, other.zero, (other.schedule, other.chunks))
+        """In how many respects two configurations differ: shape, order of axes, of groups, ZeRO stage, schedule."""
+        mine = (self.shape, self.mesh.order, self.groups, self.zero, (self.schedule, self.chunks))
+        theirs = (other.shape, other.mesh.order, other.groups, other.zero, (other.schedule, other.chunks))
         return sum(a != b for a, b in zip(mine, theirs, strict=True))
 
     @property
@@ -96,19 +103,25 @@ def contains(part: Part, configuration: Configuration) -> bool:
 class Space:
     """All plans for ``batch`` rows of a chain of ``segments`` segments on ``cluster``."""
 
-    cluster: Cluster
+    cluster: Machine
     batch: int
     segments: int
 
     def regions(self) -> Iterator[Region]:
-        return (Region(tp) for tp in divisors(self.cluster.gpus))
+        sizes = [group.gpus for group in self._groups]
+        return (Region(tp) for tp in divisors(self.cluster.gpus) if all(size % tp == 0 for size in sizes))
+
+    @property
+    def _groups(self) -> tuple[Cluster, ...]:
+        return self.cluster.groups if isinstance(self.cluster, MixedCluster) else (self.cluster,)
 
     def narrower(self, region: Region) -> Iterator[Region]:
         """A region of any degrees of pp and dp, by those, the least dp first."""
         gpus = self.cluster.gpus // region.tp
         for dp in divisors(gpus):
-            if dp <= self.batch and gpus // dp <= self.segments:
-                yield Region(region.tp, Mesh(gpus // dp, dp, region.tp))
+            mesh = Mesh(gpus // dp, dp, region.tp)
+            if dp <= self.batch and mesh.pp <= self.segments and self.arrangements(mesh):
+                yield Region(region.tp, mesh)
 
     def shapes(self, mesh: Mesh) -> Iterator[Shape]:
         return (Shape(mesh, m) for m in micro_batch_counts(self.batch, mesh.dp))
@@ -117,8 +130,8 @@ class Space:
         m, degrees = shape.micro_batches, shape.mesh
         for schedule, chunks in schedules(degrees.pp, m, self.segments):
             for zero in zero_stages(degrees.dp, schedule):
-                for mesh in self.orders(degrees):
-                    yield Configuration(mesh, m, zero, schedule, chunks)
+                for mesh, groups in self.arrangements(degrees):
+                    yield Configuration(mesh, m, zero, schedule, chunks, groups)
 
     def usual(self, states_bytes: int, limit_bytes: int) -> Iterator[Configuration]:
         """What a person might try: without tp, every number of stages; with tp inside a node, one stage, and the fewest whose
@@ -126,20 +139,21 @@ class Space:
         interleaved with two stages a rank and ZeRO-1."""
         gpus = self.cluster.gpus
         for tp in divisors(gpus):
-            if tp > self.cluster.gpus_per_node:
+            if tp > min(group.gpus_per_node for group in self._groups):
                 break
             few = next((pp for pp in divisors(gpus // tp) if 2 * states_bytes <= pp * tp * limit_bytes), 1)
             for pp in divisors(gpus // tp) if tp == 1 else sorted({1, few}):
                 dp = gpus // tp // pp
                 if dp > self.batch or pp > self.segments:
                     continue
-                for m in micro_batch_counts(self.batch, dp):
+                mesh = Mesh(pp, dp, tp)
+                for m, groups in itertools.product(micro_batch_counts(self.batch, dp), self._orders_of_groups(mesh)):
                     kinds = set(schedules(pp, m, self.segments))
                     if ("1f1b", 1) in kinds:
                         for zero in {0, max(zero_stages(dp, "1f1b"))}:
-                            yield Configuration(Mesh(pp, dp, tp), m, zero, "1f1b")
+                            yield Configuration(mesh, m, zero, "1f1b", groups=groups)
                     if ("interleaved", 2) in kinds:
-                        yield Configuration(Mesh(pp, dp, tp), m, 1 if dp > 1 else 0, "interleaved", 2)
+                        yield Configuration(mesh, m, 1 if dp > 1 else 0, "interleaved", 2, groups)
 
     def neighbours(self, at: Configuration) -> Iterator[Configuration]:
         """Other schedules, ZeRO stages and orders of the same shape; and the same with degrees or micro-batches doubled or
@@ -168,22 +182,33 @@ class Space:
             if same and found.zero == at.zero and found.mesh == shape.mesh:
                 yield found
 
-    def orders(self, mesh: Mesh) -> tuple[Mesh, ...]:
-        """``mesh`` with its axes in every order that differs in the links they use, the usual order first.
+    def arrangements(self, mesh: Mesh) -> tuple[tuple[Mesh, tuple[str, ...]], ...]:
+        """``mesh`` with its axes in every order that differs in the links they use, the usual order first; each with every
+        order of the groups that differs in where pipeline ranks lie.
 
         With one node all are alike. Otherwise the ranks of a group that share a node tell orders apart.
         """
-        found: dict[tuple[object, ...], Mesh] = {}
+        found: dict[tuple[object, ...], tuple[Mesh, tuple[str, ...]]] = {}
         for order in itertools.permutations(mesh.order):
             ordered = Mesh(mesh.pp, mesh.dp, mesh.tp, order)
-            if self.cluster.gpus <= self.cluster.gpus_per_node:
-                return (ordered,)
-            found.setdefault(tuple(self._link(ordered, axis) for axis in AXES), ordered)
-        return tuple(found.values()) or (mesh,)
+            if isinstance(self.cluster, Cluster) and self.cluster.gpus <= self.cluster.gpus_per_node:
+                return ((ordered, ()),)
+            links = tuple(self._link(ordered, axis, group) for axis in AXES for group in self._groups)
+            for groups in self._orders_of_groups(ordered):
+                lie = None if isinstance(self.cluster, Cluster) else places(self.cluster, groups, ordered)
+                found.setdefault((links, lie), (ordered, groups))
+        return tuple(found.values())
 
-    def _link(self, mesh: Mesh, axis: str) -> tuple[int, int]:
+    def orders(self, mesh: Mesh) -> tuple[Mesh, ...]:
+        """``mesh`` with its axes in every order that differs."""
+        return tuple(dict.fromkeys(ordered for ordered, _ in self.arrangements(mesh)))
+
+    def _orders_of_groups(self, mesh: Mesh) -> tuple[tuple[str, ...], ...]:
+        return ((),) if isinstance(self.cluster, Cluster) else orders_of_groups(self.cluster, mesh)
+
+    def _link(self, mesh: Mesh, axis: str, group: Cluster) -> tuple[int, int]:
         """What the links of an axis depend on: its stride, up to a node, and whether the groups fill nodes evenly."""
-        stride, node = mesh.stride(axis), self.cluster.gpus_per_node
+        stride, node = mesh.stride(axis), group.gpus_per_node
         return (min(stride, node), stride % node if stride > node else 0) if mesh.degree(axis) > 1 else (0, 0)
 
     def __iter__(self) -> Iterator[Configuration]:

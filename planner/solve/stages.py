@@ -40,7 +40,7 @@ from ortools.sat.python import cp_model
 from planner.ir.plan import Estimate
 from planner.paths import Path, critical_path, fill_and_drain_paths
 from planner.schedules import ZERO_BUBBLE, held
-from planner.segment_cost import SegmentCost, stage_estimates
+from planner.segment_cost import RankCosts, SegmentCost, of_each_rank, stage_estimates
 from planner.simulate import estimate_step
 from planner.solve.intervals import Interval, Intervals
 from planner.solve.pools import even_intervals
@@ -86,11 +86,11 @@ class StageInfeasible:
 
 
 def choose_stages(
-    segments: Sequence[SegmentCost],
+    segments: RankCosts,
     pp: int,
     micro_batches: int,
     schedule: str,
-    memory_limit_bytes: int,
+    memory_limit_bytes: int | Sequence[int],
     *,
     chunks: int = 1,
     upper_bound_s: float = math.inf,
@@ -100,6 +100,7 @@ def choose_stages(
 ) -> StageChoice | NoChoice:
     """The fastest contiguous split into ``pp`` stages that fits ``memory_limit_bytes``, or NoChoice.
 
+    ``segments``: where pipeline ranks differ, what the segments cost on each; ``memory_limit_bytes`` then one a rank.
     ``chunks``: stages a rank; with several the segments are dealt out evenly, the stages differing by one at most.
 
     ``upper_bound_s``: stop once no split can be faster than this; the best seen comes back. ``promising_s``: where moving
@@ -117,7 +118,7 @@ def choose_stages(
     if pp == 1:
         (only,) = problem.split(start)
         found_s = choice.estimate.step_time_s
-        is_exact = problem.intervals.frontier.exact
+        is_exact = all(frontier.exact for frontier in problem.intervals.frontiers)
         bound_s = found_s if is_exact else min(found_s, micro_batches * only.total_s + only.per_step_s)
         return replace(choice, bound_s=bound_s, proven=met(bound_s, found_s), memory_binds=only.label.extra_s > 0)
     best = problem.improve(choice)
@@ -127,7 +128,7 @@ def choose_stages(
 
 
 def least_missing(
-    segments: Sequence[SegmentCost], pp: int, micro_batches: int, schedule: str, memory_limit_bytes: int
+    segments: RankCosts, pp: int, micro_batches: int, schedule: str, memory_limit_bytes: int | Sequence[int]
 ) -> StageInfeasible:
     """The split whose worst stage misses the limit by least (minimax over splits)."""
     problem = _Problem(segments, pp, micro_batches, schedule, memory_limit_bytes)
@@ -137,11 +138,11 @@ def least_missing(
         row: dict[int, tuple[int, int]] = {}
         for first in best:
             for end in range(first + 1, intervals.last_end(stage) + 1):
-                over = intervals.frontier.least_bytes(first, end, intervals.flights[stage]) - memory_limit_bytes
+                over = intervals.over_bytes(stage, first, end)
                 worst = max(best[first], (over, stage), key=lambda x: x[0]) if stage else (over, stage)
                 row[end] = min(row.get(end, worst), worst)
         best = row
-    missing, stage = best[len(segments)]
+    missing, stage = best[intervals.count]
     return StageInfeasible(missing, stage)
 
 
@@ -152,20 +153,23 @@ Best = TypeVar("Best", StageChoice, StageChoice | None)
 class _Problem:
     def __init__(
         self,
-        segments: Sequence[SegmentCost],
+        segments: RankCosts,
         pp: int,
         micro_batches: int,
         schedule: str,
-        limit_bytes: int,
+        limit_bytes: int | Sequence[int],
         chunks: int = 1,
     ) -> None:
-        if not 1 <= pp * chunks <= len(segments):
-            raise ValueError(f"{len(segments)} segments cannot make {pp * chunks} stages")
-        self.segments, self.pp, self.m, self.chunks = segments, pp, micro_batches, chunks
-        self.schedule, self.limit_bytes = schedule, limit_bytes
+        self.segments, self.pp, self.m, self.chunks = of_each_rank(segments, pp), pp, micro_batches, chunks
+        self.count = len(self.segments[0]) if pp else 0
+        if not 1 <= pp * chunks <= self.count:
+            raise ValueError(f"{self.count} segments cannot make {pp * chunks} stages")
+        self.schedule = schedule
+        self.limits_bytes = (limit_bytes,) * pp if isinstance(limit_bytes, int) else tuple(limit_bytes)
         self.held = held(schedule, pp, micro_batches, chunks)
         flights = [max(vector[chunk] for vector in self.held[rank]) for chunk in range(chunks) for rank in range(pp)]
-        self.intervals = Intervals(segments, flights, micro_batches, limit_bytes, schedule == ZERO_BUBBLE)
+        in_two = schedule == ZERO_BUBBLE
+        self.intervals = Intervals(self.segments * chunks, flights, micro_batches, self.limits_bytes * chunks, in_two)
 
     def split(self, starts: Sequence[int]) -> Split:
         """The intervals between ``starts``, which all fit."""
@@ -177,7 +181,7 @@ class _Problem:
         stages = tuple((x.first, x.end) for x in split)
         recompute = tuple(flag for x in split for flag in x.label.recompute)
         estimates = stage_estimates(self.segments, stages, recompute, self.held)
-        estimate = estimate_step(estimates, self.schedule, self.m, self.limit_bytes, self.chunks)
+        estimate = estimate_step(estimates, self.schedule, self.m, self.limits_bytes, self.chunks)
         return StageChoice(stages, recompute, estimate, 0.0, False)
 
     def improve(self, start: StageChoice) -> StageChoice:
@@ -186,7 +190,7 @@ class _Problem:
         while moved:
             moved = False
             for stage, step in itertools.product(range(self.pp - 1), (-1, 1)):
-                edges = [first for first, _ in best.stages] + [len(self.segments)]
+                edges = [first for first, _ in best.stages] + [self.count]
                 edges[stage + 1] += step
                 if not edges[stage] < edges[stage + 1] < edges[stage + 2]:
                     continue
@@ -221,26 +225,26 @@ class _Problem:
 
     def solve_evenly(self, upper_bound_s: float, deadline: float | None, seed: int) -> StageChoice | NoChoice:
         """The best split with several stages a rank, whose memory they share."""
-        longest_s = sum(
-            2 * self.m * (s.forward_s + s.backward_s + s.transfer_s)
-            + s.gradient_sync_per_step_s
-            + s.optimizer_per_step_s
-            for s in self.segments
-        )
+        longest_s = sum(max(self._at_most_s(s) for s in same) for same in zip(*self.segments, strict=True))
         below = min(upper_bound_s, 1.01 * longest_s)
         program = _Program(self.even_rows(), self.pp, below, seed)
         for rank, vectors in enumerate(self.held):
-            program.limit_memory(rank, vectors, self.segments, self.limit_bytes)
+            program.limit_memory(rank, vectors, self.segments[rank], self.limits_bytes[rank])
         best, bound_s = self.prove(program, None, below, deadline)
         if best is None:
             return NoChoice(math.inf if bound_s > longest_s else bound_s)
         self.intervals.memory_binds = True
         return self.chosen(best, bound_s)
 
+    def _at_most_s(self, segment: SegmentCost) -> float:
+        """What a segment adds to a step at most."""
+        times_s = segment.forward_s + segment.backward_s + segment.transfer_s
+        return 2 * self.m * times_s + segment.gradient_sync_per_step_s + segment.optimizer_per_step_s
+
     def even_rows(self) -> list[list[Interval]]:
         """Of each stage, the intervals of even length, with each way of recomputation."""
         stages = self.pp * self.chunks
-        edges = [even_intervals(len(self.segments), stages, stage) for stage in range(stages)]
+        edges = [even_intervals(self.count, stages, stage) for stage in range(stages)]
         return [[x for edge in mine for x in self.intervals.each_way(i, *edge)] for i, mine in enumerate(edges)]
 
     def prove(self, program: _Program, best: Best, upper_bound_s: float, deadline: float | None) -> tuple[Best, float]:

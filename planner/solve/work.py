@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from planner.costing import Pricing, crossing, made_of_weights, node_cost, sum_of, weight_backward_s
@@ -47,6 +48,27 @@ def work_of_segments(graph: Graph, pricing: Pricing) -> list[SegmentWork]:
         hosts = (device.host_s(n) for n in (on_device.forward_launches, on_device.backward_launches))
         found.append(SegmentWork(elapsed.forward_s, elapsed.backward_s, for_weights, *hosts))
     return found
+
+
+def least_of(works: Sequence[Sequence[SegmentWork]]) -> tuple[SegmentWork, ...]:
+    """Of every segment the least that any of ``works``, each of the whole chain, gives it: of forward, of backward, and of
+    backward without the gradients of weights."""
+    if len(works) == 1:
+        return tuple(works[0])
+    found = []
+    for same in zip(*works, strict=True):
+        forward_s, backward_s = min(w.forward_s for w in same), min(w.backward_s for w in same)
+        inputs_s = min(w.backward_s - w.weight_backward_s for w in same)
+        hosts = (min(w.forward_host_s for w in same), min(w.backward_host_s for w in same))
+        found.append(SegmentWork(forward_s, backward_s, backward_s - inputs_s, *hosts))
+    return tuple(found)
+
+
+def rate(least: Sequence[SegmentWork], own: Sequence[SegmentWork]) -> float:
+    """The largest share of its ``own`` time that ``least`` gives a segment, 1 at most: what takes t where ``own`` holds is
+    at most rate t of ``least``."""
+    totals = ((a.forward_s + a.backward_s, b.forward_s + b.backward_s) for a, b in zip(least, own, strict=True))
+    return min(1.0, max((fast / slow for fast, slow in totals if slow > 0), default=1.0))
 
 
 def least_crossing_bytes(graph: Graph, cuts: set[int]) -> int:
