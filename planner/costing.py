@@ -19,8 +19,10 @@ from functools import lru_cache
 
 from costmodels.collectives import LOCAL_MOVES, collective_time_s
 from costmodels.compute import OperatorTime, copy_s
-from costmodels.measured import OperatorCall, operator_price
+from costmodels.hardware import Cluster
+from costmodels.measured import MEASURED, MODELLED, SCALED, OperatorCall, operator_price
 from costmodels.memory import attention_statistics_bytes
+from costmodels.mixed import MixedCluster
 from costmodels.operators import attention_is_fused
 from costmodels.views import AnyCluster, AnyDevice, Views, picked
 from planner.ir.graph import DTYPE_BYTES, Graph, Leaf, Node, Value
@@ -130,6 +132,20 @@ def call_time(call: OperatorCall, cluster: AnyCluster) -> OperatorTime:
     if isinstance(cluster, Views):
         return picked((call_time(call, view) for view in cluster.clusters), cluster.slowest)
     return operator_price(call, cluster.device, cluster.measured)[0]
+
+
+def priced_by(graph: Graph, cluster: Cluster | MixedCluster) -> tuple[str, ...]:
+    """In words, how many of the distinct operator calls of a lowered graph were measured, where ``cluster`` has tables."""
+    if isinstance(cluster, MixedCluster) or cluster.measured is None:
+        return ()
+    calls = {called(node, graph.values) for node in graph.nodes if node.op != "convert"}
+    hows = [operator_price(call, cluster.device, cluster.measured)[1] for call in calls]
+    count = {how: hows.count(how) for how in (MEASURED, SCALED, MODELLED)}
+    text = f"prices: {count[MEASURED]} of {sum(count.values())} operator calls measured on this machine"
+    text += f", {count[SCALED]} scaled from like ones" if count[SCALED] else ""
+    text += f", {count[MODELLED]} modelled" if count[MODELLED] else ""
+    runs = cluster.measured.corrections.runs
+    return (text + (f"; corrected by {runs} run{'s' * (runs > 1)}" if runs else ""),)
 
 
 def weight_backward_s(node: Node, cost: Cost, of_weights: frozenset[str], graph: Graph, pricing: Pricing) -> float:

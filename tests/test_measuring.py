@@ -100,6 +100,11 @@ def test_plans_for_this_machine_are_priced_by_the_tables(measured: Measurement) 
     assert hows == {MEASURED}
     plan = planner.auto_parallelize(MODEL, gpus=2, **OPTIONS).plan
     assert 0 < plan.bound_s <= plan.objective_s
+    (note,) = plan.notes
+    count = note.removeprefix("prices: ").split(" operator calls measured")[0].split(" of ")
+    assert note.endswith("measured on this machine") and count[0] == count[1] != "0"
+    other = planner.auto_parallelize(MODEL, gpus=2, **{**OPTIONS, "example_inputs": (torch.randn(24, 8),)}).plan
+    assert "scaled from like ones" in other.notes[0]
 
 
 @pytest.mark.gloo

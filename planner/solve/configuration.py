@@ -21,7 +21,7 @@ from costmodels.memory import state_bytes
 from costmodels.mixed import Machine, MixedCluster, of_each_group
 from costmodels.views import AnyCluster, fastest, picked, with_devices
 from planner.batch import BatchSplit, split_batch
-from planner.costing import Pricing, segment_costs
+from planner.costing import Pricing, priced_by, segment_costs
 from planner.errors import BadInput
 from planner.fold import Folded, fold
 from planner.ir.graph import Graph, Node
@@ -516,7 +516,11 @@ class Evaluator:
             estimate=estimate,
             bound_s=bound_s,
             searched=searched,
-            notes=(*problem.graph.notes, *notes),
+            notes=(
+                *problem.graph.notes,
+                *notes,
+                *priced_by(self._sharded(configuration, letters).graph, problem.cluster),
+            ),
             seed=problem.seed,
             chunks=chunks,
             groups=configuration.groups,
