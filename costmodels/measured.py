@@ -221,12 +221,12 @@ class MeasuredTables:
 
     @cached_property
     def _curves(self) -> Mapping[tuple[str, int, int], tuple[tuple[int, float], ...]]:
-        """By kind, ranks and nodes: (size, seconds) by size; a larger message never takes less."""
+        """By kind, ranks and nodes: (size, seconds) by size; a message takes no longer than a larger one did."""
         found: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
-        for c in sorted(self.collectives, key=lambda c: c.size_bytes):
+        for c in sorted(self.collectives, key=lambda c: -c.size_bytes):
             curve = found.setdefault((c.kind, c.ranks, c.nodes), [])
-            curve.append((c.size_bytes, max(c.seconds, curve[-1][1] if curve else 0.0)))
-        return {key: tuple(curve) for key, curve in found.items()}
+            curve.append((c.size_bytes, min(c.seconds, curve[-1][1] if curve else math.inf)))
+        return {key: tuple(reversed(curve)) for key, curve in found.items()}
 
     def collective_s(self, kind: str, size_bytes: float, ranks: int, nodes: int) -> float | None:
         """Seconds of a collective; None where its kind was not measured among so many ranks."""
@@ -247,8 +247,12 @@ class MeasuredTables:
 
 
 def _interpolated(curve: tuple[tuple[int, float], ...], size: float) -> float:
-    if size <= curve[0][0] or len(curve) == 1:
-        return curve[0][1] * (max(1.0, size / curve[0][0]) if len(curve) == 1 and curve[0][0] else 1.0)
+    """Seconds at ``size``; below the smallest those of the smallest, and of a single point beyond it in proportion."""
+    smallest, at_smallest = curve[0]
+    if size <= smallest:
+        return at_smallest
+    if len(curve) == 1:
+        return at_smallest * size / max(smallest, 1)
     (a, at_a), (b, at_b) = next(
         ((low, high) for low, high in zip(curve, curve[1:], strict=False) if size <= high[0]), curve[-2:]
     )
