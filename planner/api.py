@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from costmodels.hardware import Cluster
+from costmodels.mixed import Machine
 from planner.errors import BadInput, MeshwrightError
 from planner.inputs import (
     BatchForm,
@@ -57,7 +57,7 @@ def auto_parallelize(
     example_kwargs: Mapping[str, Any] | None = None,
     example_target: Any = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
-    cluster: str | Path | Cluster = "auto",
+    cluster: str | Path | Machine = "auto",
     global_batch: int | None = None,
     not_batched: Sequence[str] = (),
     optimizer: str = "adamw",
@@ -193,7 +193,7 @@ def compare(
     example_kwargs: Mapping[str, Any] | None = None,
     example_target: Any = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
-    cluster: str | Path | Cluster = "auto",
+    cluster: str | Path | Machine = "auto",
     global_batch: int | None = None,
     not_batched: Sequence[str] = (),
     optimizer: str = "adamw",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from costmodels.hardware import Cluster, ClusterError, load_cluster, presets
+from costmodels.mixed import MixedCluster, mixed_presets
 from costmodels.software import OURS, load_software, software_names
 from planner.errors import BadInput, Infeasible
 from planner.explaining import explain as explain_problem
@@ -150,9 +151,15 @@ def size(
         )
 
 
-def _machine(cluster: str | Path | Cluster) -> Cluster:
+def _machine(cluster: str | Path | Cluster | MixedCluster) -> Cluster:
     if isinstance(cluster, Cluster):
         return cluster
+    if isinstance(cluster, MixedCluster) or str(cluster) in mixed_presets():
+        name = cluster.name if isinstance(cluster, MixedCluster) else cluster
+        raise BadInput(
+            f"cluster {name} is made of unequal machines; sizes are counted in machines of one kind: "
+            f"{', '.join(presets())}, or a file of one"
+        )
     try:
         return load_cluster(cluster)
     except ClusterError as error:

@@ -8,11 +8,13 @@ from itertools import pairwise
 import pytest
 import torch
 
+import planner
 from costmodels.collectives import collective_time_s
 from costmodels.hardware import Cluster
 from costmodels.mixed import MixedCluster
 from costmodels.views import Views
 from planner.errors import BadInput, Infeasible
+from planner.explaining import explain
 from planner.ir.graph import Graph
 from planner.ir.mesh import Mesh
 from planner.ir.plan import Plan
@@ -21,11 +23,14 @@ from planner.placement import orders_of_groups, places
 from planner.pricing_again import price_again
 from planner.prove_file import prove_file
 from planner.prove_model import prove_against
+from planner.report import plan_figures, plan_text
+from planner.sizes import format_bytes
 from planner.solve.bounds import pipeline_bound_s
 from planner.solve.configuration import Evaluator, Problem
 from planner.solve.search import search
 from planner.solve.space import Configuration, Space
 from planner.strategies import even_stages, plan_by_hand
+from planner.ways_out import ways_out
 from tests.search_cases import cluster, mixed, problem, traced
 
 FAST = cluster(2, flops_per_s=4e11, memory_bytes_per_s=1e13, launch_s=0.0, latency_s=1e-8)
@@ -232,3 +237,71 @@ def test_the_pipeline_bound_of_unequal_stages_is_reached() -> None:
             time_s = left / m * (slow_takes if rate < 1 else 1.0)
             done, left = done + rate * time_s, left - time_s
         assert pipeline_bound_s(done, 3, m, 1.0, rates) <= step * (1 + 1e-12)
+
+
+# --- what people read -------------------------------------------------------------------------------------------------
+
+
+def test_the_report_says_which_stage_lies_on_which_machines() -> None:
+    on = mixed(with_memory(replace(FAST, gpus=4), 8 * 10**6), with_memory(replace(SLOW, gpus=2), 4 * 10**6))
+    plan = plan_by_hand(Evaluator(problem(layers(), on)), "pp3.dp2 mb=8 groups=b+a")
+    text = plan_text(plan)
+    assert "machines   stage 0 on b, stages 1 to 2 on a" in text
+    assert "Memory of one device, limit 4.00 MB or 8.00 MB" in text
+    assert [line.split()[2] for line in text.split("Stages\n")[1].splitlines()[2:5]] == ["b", "a", "a"]
+    figures = plan_figures(plan)
+    assert figures["placement"] == ["b", "a", "a"] == [stage["on"] for stage in figures["stages"]]
+    assert [stage["memory_limit_bytes"] for stage in figures["stages"]] == [4 * 10**6, 8 * 10**6, 8 * 10**6]
+
+
+def test_the_report_says_on_which_machines_memory_is_short() -> None:
+    on = mixed(with_memory(replace(FAST, gpus=1), 10**6), with_memory(replace(FAST, gpus=1), 300_000))
+    plan = plan_by_hand(Evaluator(problem(layers(), on)), "pp2 mb=8 split=layers")
+    assert not plan.estimate.fits
+    lacks = plan.estimate.devices[1].total_bytes - 300_000
+    assert f"stage 1 lacks {format_bytes(lacks)} on each device" in plan_text(plan)
+    assert plan.estimate.devices[0].total_bytes < 10**6
+
+
+@pytest.mark.parametrize("strategy", [None, "pp2.dp2 mb=4"])
+def test_why_this_plan_on_unequal_machines(proven: tuple[Problem, Plan], strategy: str | None) -> None:
+    found, _ = proven
+    shown = None if strategy is None else plan_by_hand(Evaluator(found), strategy)
+    told = explain(found, shown, changes=strategy is None)
+    assert {"inside nodes", "between groups"} <= told.binding.saved_if_free_s.keys()
+    assert all(left > 0 for left in told.binding.left_bytes)
+    if strategy is None:
+        names = [change.name for change in told.changes]
+        assert names[1:] == [
+            "4 more devices: 8",
+            "twice the bandwidth inside nodes",
+            "twice the bandwidth between groups",
+            "devices twice as fast",
+        ]
+        for change in told.changes[2:]:
+            assert change.plan is not None and change.plan.objective_s <= told.best.objective_s * (1 + 1e-9)
+
+
+def test_a_little_more_memory_is_more_on_every_device() -> None:
+    on = mixed(with_memory(FAST, 3000), with_memory(SLOW, 2000))
+    more = problem(layers(2), on, 2500).with_more_memory(500)
+    assert Evaluator(more).limits_bytes(Configuration(Mesh(2, 2), 2, 0, "1f1b")) == (3000, 2500)
+    assert more.mean_limit_bytes == 2750
+
+
+def test_ways_out_of_a_mixed_cluster() -> None:
+    layer_bytes = 4 * 64 * 64 * 4
+    sizes = (12 * layer_bytes, 4 * layer_bytes)
+    on = mixed(*(with_memory(replace(FAST, gpus=1), size) for size in sizes), inter_bytes_per_s=1e10)
+    found = problem(layers(rows=8), on)
+    with pytest.raises(Infeasible) as refused:
+        search(found)
+    ways = {way.kind: way for way in ways_out(found, refused.value.shortage)}
+    assert ways["more devices"].plan is not None and ways["more devices"].plan.mesh.size == 4
+    assert ways["more memory"].plan is not None and ways["more memory"].plan.estimate.fits
+
+
+def test_sizes_are_of_one_kind_of_machine() -> None:
+    for machine in ("dgx-a100-v100", MIX):
+        with pytest.raises(BadInput, match="is made of unequal machines; sizes are counted in machines of one kind"):
+            planner.size(torch.nn.Linear(2, 2), clusters=(machine,), example_inputs=torch.empty(2, 2))  # type: ignore[arg-type]

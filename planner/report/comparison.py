@@ -108,4 +108,4 @@ def _fits(plan: Plan) -> Text:
     estimate = plan.estimate
     if estimate.fits:
         return Text("yes", style="green")
-    return Text(f"lacks {format_bytes(estimate.peak_memory_bytes - estimate.memory_limit_bytes)}", style="red")
+    return Text(f"lacks {format_bytes(max(estimate.over_bytes))}", style="red")

@@ -17,8 +17,10 @@ from planner.report.explanation import SAME, grown
 from planner.report.parts import step_parts
 from planner.report.tables import heading, table
 from planner.report.words import (
+    limit_words,
     mesh_words,
     operator_name,
+    placement_words,
     plural,
     recompute_words,
     schedule_words,
@@ -103,7 +105,9 @@ def _decisions(first: Plan, second: Plan) -> Iterator[Decision]:
     yield row("global batch", *(str(plan.global_batch) for plan in plans))
     yield row("precision", *(plan.precision for plan in plans))
     yield row("optimizer", *(plan.optimizer for plan in plans))
-    yield row("memory limit", *(format_bytes(plan.estimate.memory_limit_bytes) for plan in plans))
+    yield row("memory limit", *(limit_words(plan.estimate) for plan in plans))
+    if any(plan.placement for plan in plans):
+        yield row("machines", *(placement_words(plan) if plan.placement else "all alike" for plan in plans))
     yield row("mesh", *(mesh_words(plan.mesh, plan.chunks) for plan in plans))
     yield row("micro-batches", *(str(plan.micro_batches) for plan in plans))
     yield row("schedule", *(schedule_words(plan) for plan in plans))

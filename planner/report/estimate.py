@@ -10,6 +10,7 @@ from rich.text import Text
 
 from planner.ir.plan import Estimate
 from planner.report.tables import heading, table
+from planner.report.words import limit_words
 from planner.sizes import format_bytes, format_seconds
 
 _MEMORY = ("weights", "gradients", "optimizer", "activations", "temporary")
@@ -32,7 +33,7 @@ def estimate_report(found: Estimate, strategy: str) -> Group:
     return Group(
         Text(f"{strategy}: {format_seconds(found.step_time_s)} a step", style="bold"),
         time,
-        heading(f"Memory of a device of each pipeline rank, of {format_bytes(found.memory_limit_bytes)}{fits}"),
+        heading(f"Memory of a device of each pipeline rank, of {limit_words(found)}{fits}"),
         memory,
     )
 

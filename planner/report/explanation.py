@@ -156,7 +156,6 @@ def _families(found: Explanation) -> Table:
 
 def _binding(found: Explanation) -> Iterator[RenderableType]:
     binding, step = found.binding, found.plan.objective_s
-    limit = found.plan.estimate.memory_limit_bytes
     rows = table("part of the step", ">seconds", ">share")
     for part, seconds in binding.parts_s.items():
         if seconds:
@@ -172,6 +171,7 @@ def _binding(found: Explanation) -> Iterator[RenderableType]:
         yield Text(f"links {link} that take no time: {format_seconds(saved)} less ({saved / step:.1%}) under this plan")
     left = min(binding.left_bytes)
     rank = binding.left_bytes.index(left)
+    limit = found.plan.estimate.limits_bytes[rank]
     where = f"on the devices of pipeline rank {rank}, " if len(binding.left_bytes) > 1 else ""
     yield Text(f"memory: {where}{format_bytes(left)} of {format_bytes(limit)} left")
 

@@ -29,14 +29,14 @@ def shares(plan: Plan) -> dict[str, float]:
 
 def share_of_limit(plan: Plan, rank: int) -> float:
     """What a device of pipeline rank ``rank`` needs of its memory, all its stages together."""
-    limit = plan.estimate.memory_limit_bytes
+    limit = plan.estimate.limits_bytes[rank]
     total = plan.estimate.devices[rank].total_bytes
     return total / limit if limit else float(total > 0)
 
 
 def fullest_rank(plan: Plan) -> int:
     devices = plan.estimate.devices
-    return max(range(len(devices)), key=lambda rank: devices[rank].total_bytes)
+    return max(range(len(devices)), key=lambda rank: (share_of_limit(plan, rank), devices[rank].total_bytes))
 
 
 def bindings(plan: Plan) -> tuple[tuple[str, str], ...]:
@@ -45,7 +45,7 @@ def bindings(plan: Plan) -> tuple[tuple[str, str], ...]:
     rank = fullest_rank(plan)
     full = share_of_limit(plan, rank)
     if full > MEMORY_BINDS:
-        limit = format_bytes(plan.estimate.memory_limit_bytes)
+        limit = format_bytes(plan.estimate.limits_bytes[rank])
         found.append(("memory", f"{device_words(plan, rank)} uses {full:.0%} of {limit}"))
     parts = shares(plan)
     largest = max(parts, key=parts.__getitem__)
@@ -69,7 +69,9 @@ def proof(plan: Plan) -> str:
 def summary(plan: Plan) -> str:
     """The plan in one line."""
     estimate = plan.estimate
-    memory = f"peak {format_bytes(estimate.peak_memory_bytes)} of {format_bytes(estimate.memory_limit_bytes)}"
+    rank = fullest_rank(plan)
+    peak, limit = estimate.devices[rank].total_bytes, estimate.limits_bytes[rank]
+    memory = f"peak {format_bytes(peak)} of {format_bytes(limit)}"
     return (
         f"{plan.model} on {_devices(plan)}: {plan.configuration}, "
         f"{format_seconds(estimate.step_time_s)} a step ({proof(plan)}), {memory}"
@@ -94,6 +96,8 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
             "recomputed_segments": sum(word != "none" for word in plan.recompute[first:end]),
             "recompute": list(plan.recompute[first:end]),
             "rank": index % plan.mesh.pp,
+            "memory_limit_bytes": estimate.limits_bytes[index % plan.mesh.pp],
+            "on": plan.placement[index % plan.mesh.pp] if plan.placement else plan.cluster,
             "share_of_memory_limit": share_of_limit(plan, index % plan.mesh.pp),
         }
         stages.append(figures)
@@ -121,6 +125,7 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
         "gap": plan.gap,
         "peak_memory_bytes": estimate.peak_memory_bytes,
         "memory_limit_bytes": estimate.memory_limit_bytes,
+        "placement": list(plan.placement),
         "fits": estimate.fits,
         "binds": [kind for kind, _ in bindings(plan)],
         "stages": stages,

@@ -11,14 +11,16 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.ir.plan import OperatorLayout, Plan, Searched
-from planner.report.figures import bindings, fullest_rank, proof, share_of_limit, shares
+from planner.report.figures import bindings, proof, share_of_limit, shares
 from planner.report.gantt import Gantt
 from planner.report.words import (
     collapse,
     counted,
     device_words,
+    limit_words,
     mesh_words,
     operator_name,
+    placement_words,
     plural,
     rank_words,
     recompute_words,
@@ -43,7 +45,7 @@ def plan_report(plan: Plan) -> RenderableType:
     parts += [_heading("Stages"), _stages(plan)]
     parts += [_heading("Times of one micro-batch; sync and update once a step"), _stage_times(plan)]
     parts += [_heading("Who is busy when"), Gantt(plan)]
-    parts += [_heading(f"Memory of one device, limit {format_bytes(plan.estimate.memory_limit_bytes)}"), _memory(plan)]
+    parts += [_heading(f"Memory of one device, limit {limit_words(plan.estimate)}"), _memory(plan)]
     parts += list(_layouts(plan))
     if plan.searched:
         parts += [_heading(f"Configurations searched: {len(plan.searched)}"), *_searched(plan)]
@@ -108,6 +110,7 @@ def _settings(plan: Plan) -> Table:
     rows = [
         ("plan", plan.configuration),
         ("mesh", mesh_words(plan.mesh, plan.chunks)),
+        *([("machines", placement_words(plan))] if plan.placement else []),
         ("batch", f"{plan.global_batch} = {parts} of {each}{speed}"),
         ("schedule", schedule_words(plan)),
         ("ZeRO", zero_words(plan)),
@@ -117,10 +120,9 @@ def _settings(plan: Plan) -> Table:
         ("binds", ", ".join(f"{kind} ({reason})" for kind, reason in bindings(plan))),
     ]
     if not estimate.fits:
-        missing = estimate.peak_memory_bytes - estimate.memory_limit_bytes
-        rows.append(
-            ("does not fit", f"{device_words(plan, fullest_rank(plan))} lacks {format_bytes(missing)} on each device")
-        )
+        missing = max(estimate.over_bytes)
+        rank = estimate.over_bytes.index(missing)
+        rows.append(("does not fit", f"{device_words(plan, rank)} lacks {format_bytes(missing)} on each device"))
     for label, words in rows:
         grid.add_row(label, words)
     return grid
@@ -154,12 +156,14 @@ def _time(plan: Plan) -> Table:
 
 
 def _stages(plan: Plan) -> Table:
-    table = _table(">stage", "ranks", ">parameters", "layers")
+    on = ["on"] if plan.placement else []
+    table = _table(">stage", "ranks", *on, ">parameters", "layers")
     for index, (first, end) in enumerate(plan.stages):
         inside = plan.segments[first:end]
         parameters = format_count(sum(segment.parameters for segment in inside))
         layers = Text(collapse(segment.label or "." for segment in inside))
-        table.add_row(str(index), rank_words(plan.mesh, index), parameters, layers)
+        where = [Text(plan.placement[index % plan.mesh.pp])] if on else []
+        table.add_row(str(index), rank_words(plan.mesh, index), *where, parameters, layers)
     return table
 
 

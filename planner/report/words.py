@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from planner.ir.mesh import Mesh
-from planner.ir.plan import OperatorLayout, Plan
+from planner.ir.plan import Estimate, OperatorLayout, Plan
+from planner.sizes import format_bytes
 
 _WHOLE = {"R": "whole", "RP": "whole, partial gradient", "P": "partial sums"}
 _FEATURES = {"o": "output features", "i": "input features, summed", "c": "input features, summed"}
@@ -111,6 +113,24 @@ def stages_words(plan: Plan, rank: int) -> str:
     """The stages of a pipeline rank: ``1``, or ``1, 3``."""
     stages = len(plan.estimate.stages)
     return ", ".join(map(str, range(rank, stages, stages // plan.estimate.chunks)))
+
+
+def limit_words(estimate: Estimate) -> str:
+    """``80.0 GB``, or of unequal devices ``80.0 GB or 32.0 GB``."""
+    return " or ".join(map(format_bytes, dict.fromkeys(estimate.limits_bytes))) or format_bytes(
+        estimate.memory_limit_bytes
+    )
+
+
+def placement_words(plan: Plan) -> str:
+    """``stages 0 and 1 on a100, stage 2 on v100``: by pipeline ranks that lie on the same groups of machines."""
+    found: list[str] = []
+    for where, ranks in groupby(range(plan.mesh.pp), key=lambda rank: plan.placement[rank]):
+        mine = list(ranks)
+        several = f"{mine[0]} to {mine[-1]}" if len(mine) > 1 else str(mine[0])
+        name = "stage" if plan.chunks == 1 else "pipeline rank"
+        found.append(f"{name}{'s' if len(mine) > 1 else ''} {several} on {where}")
+    return ", ".join(found)
 
 
 def device_words(plan: Plan, rank: int) -> str:
