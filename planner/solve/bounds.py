@@ -1,5 +1,6 @@
 """Lower bounds of a step: of the parts of a space (``Bounds``), and from the work of its segments and the schedule alone.
 
+    region tp          the least of its degrees
     region tp, dp      T >= min (W(all rows) + S) / (dp pp), one program for all dp; or the least of its shapes
     shape              T >= schedule_bound_s, the least of all schedules, with  D >= min (M W(rows) + S) / dp,  M = dp m,
                        rows = batch / M: no ZeRO stage leaves a rank less than a dp-th of S
@@ -26,6 +27,16 @@ where rank r waits for p_r before its first forward (``fill_s``): the forward of
 where every rank has several stages of at least q segments each, and r transfers; then for their backward and its transfers as
 well, where D is micro-batches alone. And T is no less than one micro-batch through all stages and back with its transfers,
 under zero-bubble without the gradients of weights.
+
+On unequal machines (planner.placement) W, S and all else are the least of any of the devices in question, operator by operator
+for programs and segment by segment otherwise. Let rank r take at least 1/c_r of the least time for every segment (``rate``), so
+that a second of it counts c_r <= 1 seconds of the least work. Then, for work of segments, sums over ranks are weighted:
+
+    schedule_bound_s   T >= (D + sum_r c_r p_r) / sum_r c_r            D: m micro-batches, and min c of what else there is
+    pipeline_bound_s   T >= t / v_1,   v_r = max(v_{r+1}, c_r / m + (1 - a/m) v_{r+1}),   v_{pp+1} = 0
+
+since sum_r c_r t_r >= t, and v_r is the most of it that rank r and those behind it reach in a second that is left to them: each
+takes all it can of it, or leaves it to those behind. For c = 1 it is the form above.
 """
 
 from __future__ import annotations
