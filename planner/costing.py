@@ -278,25 +278,71 @@ def graph_cost_s(graph: Graph, pricing: Pricing) -> float:
 
 
 def segment_costs(
-    graph: Graph, pricing: Pricing, pairs: Mapping[str, Pair], partial_on_tp: frozenset[str] = frozenset()
+    graph: Graph,
+    pricing: Pricing,
+    pairs: Mapping[str, Pair],
+    partial_on_tp: frozenset[str] = frozenset(),
+    operators: Sequence[SegmentOperators] = (),
 ) -> tuple[SegmentCost, ...]:
     """The cost of every segment of a lowered graph.
 
+    ``operators``: ``segment_operators`` of the graph, where they are known.
     ``pairs``: the pair on tp of every value that may cross a cut. ``partial_on_tp``: parameters (leaf names) whose gradient
     is summed over tp once a step. Work shared by segments (masks,
     positions) is priced with the first segment. A parameter used by several segments is held by each when there are
     several stages, else by the first.
     """
-    chain = segment_nodes(graph)
     owners = parameter_owners(graph, pricing.mesh.pp > 1)
-    shared = [node for node in graph.nodes if node.segment < 0]
-    transfers = [_transfer_s(graph, number, pricing, pairs) for number in range(len(chain))]
     costs = []
-    for number, nodes in enumerate(chain):
-        own = [graph.leaf_by_name[name] for name in owners.get(number, ())]
-        work = [*shared, *nodes] if number == 0 else list(nodes)
-        costs.append(_segment_cost(graph, number, work, own, pricing, partial_on_tp, transfers[number]))
+    for number, own in enumerate(operators or segment_operators(graph, pricing)):
+        parameters = [graph.leaf_by_name[name] for name in owners.get(number, ())]
+        transfer_s = _transfer_s(graph, number, pricing, pairs)
+        costs.append(_segment_cost(graph, number, own, parameters, pricing, partial_on_tp, transfer_s))
     return tuple(costs)
+
+
+@dataclass(frozen=True)
+class SegmentOperators:
+    """What the operators of a segment cost and keep, however weights, gradients and optimizer state are held.
+
+    ``on_device``: of all together; ``for_weights_s``: the part of backward that makes gradients of weights only;
+    ``apart_s``: what backward takes more where that part is done later. ``inputs``: name -> bytes received.
+    ``live_bytes``: alive besides what is kept. ``selective``, ``full``: with temporary bytes beyond those of the segment.
+    """
+
+    on_device: Cost
+    for_weights_s: float
+    apart_s: float
+    saved: SavedTensors
+    inputs: Mapping[str, int]
+    live_bytes: int
+    selective: Recomputation
+    full: Recomputation
+
+
+def segment_operators(graph: Graph, pricing: Pricing) -> tuple[SegmentOperators, ...]:
+    """Of every segment of a lowered graph, whatever the ZeRO stage, the optimizer and the way to other ranks."""
+    chain = segment_nodes(graph)
+    shared = [node for node in graph.nodes if node.segment < 0]
+    return tuple(
+        _operators(graph, number, [*shared, *nodes] if number == 0 else list(nodes), pricing)
+        for number, nodes in enumerate(chain)
+    )
+
+
+def _operators(graph: Graph, number: int, nodes: Sequence[Node], pricing: Pricing) -> SegmentOperators:
+    costs = {node.name: node_cost(node, graph.values, pricing) for node in nodes}
+    for_weights = apart = 0.0
+    if pricing.mesh.pp > 1:
+        of_weights = made_of_weights(graph, nodes)
+        for_weights = sum(weight_backward_s(node, costs[node.name], of_weights, graph, pricing) for node in nodes)
+        apart = _apart_s(nodes, list(costs.values()), graph, pricing)
+    saved = saved_tensors(graph, nodes, pricing.cluster.device.kind)
+    inputs = _inputs(graph, number, nodes)
+    own_nodes = [node for node in nodes if node.segment >= 0]
+    selective, full = _recomputations(graph, own_nodes, costs, saved, inputs, pricing.cluster.device)
+    live = _live_bytes(graph, nodes, saved, pricing)
+    return SegmentOperators(sum_of(costs.values()), for_weights, apart, saved, inputs, live, selective, full)
 
 
 def parameter_owners(graph: Graph, copies: bool) -> dict[int, tuple[str, ...]]:
@@ -315,23 +361,16 @@ def parameter_owners(graph: Graph, copies: bool) -> dict[int, tuple[str, ...]]:
 def _segment_cost(
     graph: Graph,
     number: int,
-    nodes: Sequence[Node],
+    own: SegmentOperators,
     parameters: Sequence[Leaf],
     pricing: Pricing,
     partial_on_tp: frozenset[str],
     transfer_s: float,
 ) -> SegmentCost:
-    costs = [node_cost(node, graph.values, pricing) for node in nodes]
-    for_weights = 0.0
-    if pricing.mesh.pp > 1:
-        of_weights = made_of_weights(graph, nodes)
-        pairs = zip(nodes, costs, strict=True)
-        for_weights = sum(weight_backward_s(node, cost, of_weights, graph, pricing) for node, cost in pairs)
     adding_s = accumulation_s(parameters, pricing)
-    for_weights += adding_s if pricing.mesh.pp > 1 else 0.0
-    on_device = sum_of([*costs, Cost(backward_s=adding_s)])
-    if not pricing.reduces_in_backward:
-        on_device = on_device.plus(Cost(backward_s=_apart_s(nodes, costs, graph, pricing)))
+    for_weights = own.for_weights_s + (adding_s if pricing.mesh.pp > 1 else 0.0)
+    apart_s = 0.0 if pricing.reduces_in_backward else own.apart_s
+    on_device = own.on_device.plus(Cost(backward_s=adding_s + apart_s))
     elapsed = on_device.with_host(pricing.cluster.device)
     forward, backward = elapsed.forward_s, elapsed.backward_s
     if for_weights:  # the host's share of either part is as large as the device's
@@ -348,18 +387,15 @@ def _segment_cost(
         pricing.reduces_in_backward,
         pricing.to_the_end,
     )
-    saved = saved_tensors(graph, nodes, pricing.cluster.device.kind)
-    inputs = _inputs(graph, number, nodes)
-    own_nodes = [node for node in nodes if node.segment >= 0]
-    temporary = _temporary_bytes(graph, nodes, saved, pricing) + held.temporary_bytes + saved.shared
-    selective, full = _recomputations(graph, own_nodes, saved, inputs, temporary, pricing)
+    temporary = own.live_bytes + held.temporary_bytes + own.saved.shared
+    selective, full = (replace(r, temporary_bytes=temporary + r.temporary_bytes) for r in (own.selective, own.full))
     return SegmentCost(
         forward_s=forward + held.ahead_s,
         backward_s=backward + held.behind_s,
         forward_communication_s=elapsed.forward_communication_s + held.ahead_s,
         backward_communication_s=elapsed.backward_communication_s + held.behind_s,
-        activations_bytes=saved.own_bytes,
-        input_bytes=sum(inputs.values()),
+        activations_bytes=own.saved.own_bytes,
+        input_bytes=sum(own.inputs.values()),
         weights_bytes=held.weights_bytes,
         gradients_bytes=held.gradients_bytes,
         optimizer_bytes=held.optimizer_bytes,
@@ -420,7 +456,7 @@ def _inputs(graph: Graph, number: int, nodes: Sequence[Node]) -> dict[str, int]:
     }
 
 
-def _temporary_bytes(graph: Graph, nodes: Sequence[Node], saved: SavedTensors, pricing: Pricing) -> int:
+def _live_bytes(graph: Graph, nodes: Sequence[Node], saved: SavedTensors, pricing: Pricing) -> int:
     """What is alive besides what is kept. Gradients of weights of a single micro-batch are those that stay."""
     software = pricing.cluster.software
     workspace = software.workspace_bytes
@@ -437,23 +473,23 @@ def _temporary_bytes(graph: Graph, nodes: Sequence[Node], saved: SavedTensors, p
 def _recomputations(
     graph: Graph,
     nodes: Sequence[Node],
+    costs: Mapping[str, Cost],
     saved: SavedTensors,
     inputs: Mapping[str, int],
-    temporary_bytes: int,
-    pricing: Pricing,
+    device: AnyDevice,
 ) -> tuple[Recomputation, Recomputation]:
-    """Selective and full recomputation of a segment with these ``nodes``; ``inputs``: name -> bytes of what it receives;
-    ``temporary_bytes``: what it holds when nothing is recomputed."""
+    """Selective and full recomputation of a segment with these ``nodes``, of these ``costs``; ``inputs``: name -> bytes of what
+    it receives. Temporary bytes are those beyond what it holds when nothing is recomputed."""
     again = run_again(graph, nodes)
     how = select(graph, nodes)
     stored: dict[str, int] = {}  # what selective recomputation keeps besides the inputs
     held_anyway = 0
     full, selective = Cost(), Cost()
     for node in again:
-        cost = node_cost(node, graph.values, pricing)
+        cost = costs[node.name]
         full = full.plus(cost)
         way = how.get(node.name)
-        if way == FUSED and not _is_fused(node, graph.values, pricing.cluster.device.kind):
+        if way == FUSED and not _is_fused(node, graph.values, device.kind):
             way = None
         if way is None:
             selective = selective.plus(cost)
@@ -462,7 +498,6 @@ def _recomputations(
             if way == FUSED:
                 extra = attention_statistics_bytes(tensor(graph.values[node.operands[0]]))
                 stored[f"{node.name}, statistics"], held_anyway = extra, held_anyway + extra
-    device = pricing.cluster.device
     full, selective = full.with_host(device), selective.with_host(device)
     own = sum(size for name, size in saved.own.items() if name not in inputs) + saved.extra
     kept = sum(inputs.values())
@@ -472,9 +507,9 @@ def _recomputations(
             selective.forward_s,
             selective.forward_communication_s,
             kept + sum(stored.values()),
-            temporary_bytes + own - held_anyway,
+            own - held_anyway,
         ),
-        Recomputation(full.forward_s, full.forward_communication_s, kept, temporary_bytes + own),
+        Recomputation(full.forward_s, full.forward_communication_s, kept, own),
     )
 
 

@@ -21,7 +21,7 @@ from costmodels.memory import state_bytes
 from costmodels.mixed import Machine, MixedCluster, of_each_group
 from costmodels.views import AnyCluster, fastest, picked, with_devices
 from planner.batch import BatchSplit, split_batch
-from planner.costing import Pricing, priced_by, segment_costs
+from planner.costing import Pricing, SegmentOperators, priced_by, segment_costs, segment_operators
 from planner.errors import BadInput
 from planner.fold import Folded, fold
 from planner.ir.graph import Graph, Node
@@ -110,6 +110,7 @@ class Evaluator:
         self._letters: dict[tuple[Mesh, int, int, str, float, AnyCluster | None], Letters] = {}
         self._programs: dict[tuple[Mesh, int, AnyCluster], LettersProgram] = {}
         self._local: dict[int, tuple[Letters, Sharded]] = {}
+        self._operators: dict[tuple[int, Mesh, int, Place | AnyCluster], tuple[SegmentOperators, ...]] = {}
         self._costs: dict[tuple[int, Mesh, int, int, bool, Place | None], tuple[SegmentCost, ...]] = {}
 
     def split(self, dp: int, micro_batches: int) -> BatchSplit:
@@ -371,6 +372,7 @@ class Evaluator:
 
     def _solved_letters(self, configuration: Configuration, variant: str, keep: Keep | None, held: float) -> Letters:
         mesh, zero = letters_mesh(configuration.mesh), letters_zero(configuration.zero)
+        zero = zero if mesh.tp > 1 else 0
         cluster = self.any_rank(configuration) if mesh.tp > 1 else None
         key = (mesh, configuration.micro_batches, zero, variant, held, cluster)
         if key in self._letters:
@@ -465,7 +467,11 @@ class Evaluator:
         on: Place | AnyCluster,
         partial: frozenset[str] = frozenset(),
     ) -> tuple[SegmentCost, ...]:
-        costs = segment_costs(local.graph, self.pricing(configuration, on), local.pairs, partial)
+        pricing = self.pricing(configuration, on)
+        key = (id(local), configuration.mesh, configuration.micro_batches, on)
+        if key not in self._operators:
+            self._operators[key] = segment_operators(local.graph, pricing)
+        costs = segment_costs(local.graph, pricing, local.pairs, partial, self._operators[key])
         return tuple(costs[i] for i in self.folded.origin)
 
     def _sharded(self, configuration: Configuration, letters: Letters) -> Sharded:
