@@ -151,6 +151,8 @@ def predict(row: Row, number_in_file: int, source: Source, cluster: Cluster | No
     one = Predicted(source.name, number_in_file, row["model"], group, strategy, float(row["iteration_time_s"]))
     if "fp8" in row.get("precision", ""):
         return replace(one, reason="products in float8 are not modelled")
+    if "every 2nd" in row.get("recompute", ""):
+        return replace(one, reason="recomputation of every second layer has no word in the grammar of strategies")
     try:
         plan = plan_by_hand(_evaluator(shape, number(row, "global_batch"), machines, dtype), strategy)
     except MeshwrightError as error:
