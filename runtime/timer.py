@@ -23,8 +23,8 @@ from runtime.collectives import Axis, convert
 from runtime.device import synchronize
 
 WINDOWS, WINDOW_S = 4, 0.01
-# Operands in turn: as many sets as take this much memory together, within limits.
-SETS_BYTES, MOST_SETS = 2**25, 32
+# Operands in turn: as many sets as take this much memory together, more than caches hold, and this long, within limits.
+SETS_BYTES, SETS_S, FEWEST_SETS, MOST_SETS = 2**27, 0.04, 2, 32
 BETWEEN = 192  # rows and columns of the product between two collectives
 # How a collective is spelled as a conversion of a tensor [n, k].
 CONVERSIONS = {
@@ -122,8 +122,10 @@ class Timer:
         names = ", ".join(f"x{i}" for i in range(len(operands)))
         exec(compile(f"{PREAMBLE}\n\ndef run({names}):\n    return {expression}\n", "<timed>", "exec"), namespace)
         first = [self._operand(**operand) for operand in operands]
+        self._call([first], namespace["run"])
+        once_s = sum(self._call([first], namespace["run"]))
         size = sum(x.numel() * x.element_size() for x in first) or 1
-        count = max(1, min(MOST_SETS, SETS_BYTES // size))
+        count = max(FEWEST_SETS, min(MOST_SETS, SETS_BYTES // size, int(SETS_S / once_s)))
         return [first, *([self._operand(**o) for o in operands] for _ in range(count - 1))], namespace["run"]
 
     def _operand(self, shape: Sequence[int], dtype: str, needs_grad: bool, below: int) -> torch.Tensor:
