@@ -35,7 +35,7 @@ import difflib
 import json
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from importlib import resources
@@ -285,16 +285,20 @@ def load_cluster(name_or_path: str | Path, gpus: int | None = None) -> Cluster:
         file = resources.files(__package__).joinpath("presets", f"{text}.toml")
         cluster = Cluster.parse(file.read_text(encoding="utf-8"), f"preset {text}")
     else:
-        names = presets()
-        wanted = text.lower()
-        close = [name for name in names if wanted and wanted in name][:1]
-        close = close or difflib.get_close_matches(wanted, names, n=1, cutoff=0.3)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ClusterError(
-            f"there is no cluster preset {text!r}.{hint} The presets are {', '.join(names)}; "
-            "for a machine of your own pass the path of a TOML file."
-        )
+        raise unknown_preset(text, presets())
     return cluster if gpus is None else cluster.with_gpus(gpus)
+
+
+def unknown_preset(text: str, names: Sequence[str]) -> ClusterError:
+    """The error that says which of ``names`` may be meant."""
+    wanted = text.lower()
+    close = [name for name in names if wanted and wanted in name][:1]
+    close = close or difflib.get_close_matches(wanted, names, n=1, cutoff=0.3)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return ClusterError(
+        f"there is no cluster preset {text!r}.{hint} The presets are {', '.join(names)}; "
+        "for a machine of your own pass the path of a TOML file."
+    )
 
 
 def is_path(name_or_path: str | Path) -> bool:

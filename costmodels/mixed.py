@@ -53,6 +53,7 @@ from costmodels.hardware import (
     tables,
     text_of,
     toml_of,
+    unknown_preset,
 )
 from costmodels.software import Software
 
@@ -206,8 +207,10 @@ def load_machine(name_or_path: str | Path, gpus: int | None = None) -> Machine:
         machine: Machine = MixedCluster.parse(file.read_text(encoding="utf-8"), f"preset {text}")
     elif is_path(name_or_path) and "groups" in toml_of(content := read_text(Path(name_or_path)), text):
         machine = MixedCluster.parse(content, text)
-    else:
+    elif is_path(name_or_path) or text in presets():
         machine = load_cluster(name_or_path)
+    else:
+        raise unknown_preset(text, (*presets(), *mixed_presets()))
     machine = machine if gpus is None else machine.with_gpus(gpus)
     return machine.merged() if isinstance(machine, MixedCluster) else machine
 

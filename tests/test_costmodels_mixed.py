@@ -45,6 +45,10 @@ def test_what_is_left_out_of_a_file(tmp_path: Path) -> None:
     ):
         load_cluster(path)
     assert load_machine("l4") == load_cluster("l4")
+    with pytest.raises(
+        ClusterError, match=r"no cluster preset 'dgx-v100-a100'. Did you mean .* dgx-a100-v100, dgx-h100-a100"
+    ):
+        load_machine("dgx-v100-a100")
 
 
 GROUP = '[[groups]]\npreset = "l4"\n'
