@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +23,7 @@ from planner.solve.configuration import FAST, LEAN, Evaluator
 from planner.solve.letters import Letters
 from planner.solve.space import Configuration, Region, Space
 from tests.models import gpt_tied, mlp
-from tests.search_cases import AMPLE, every_configuration, every_estimate, graph_of
+from tests.search_cases import AMPLE, every_configuration, every_estimate, graph_of, traced
 from tests.search_cases import cluster as made_up
 from tests.search_cases import problem as made_problem
 
@@ -121,6 +122,20 @@ def test_many_small_runs_cost_no_less_than_one(make: Callable[..., object], tp: 
     whole_s = evaluator.least_s(tp, 1, 1)
     for dp, m in ((1, 2), (1, 4), (2, 1), (2, 2)):
         assert whole_s <= dp * evaluator.least_s(tp, dp, m) * (1 + 1e-9), (dp, m)
+
+
+def test_a_region_is_not_bounded_by_its_deepest_pipeline() -> None:
+    """Four rows and four segments: the deepest pipeline fills longest, others of the region may be faster."""
+    on = made_up(4, flops_per_s=1e8, launch_s=0.0, latency_s=0.0)
+    layers = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
+    x = torch.empty(4, 16)
+    graph = traced(layers, x, target=x, loss_fn=torch.nn.functional.mse_loss)
+    evaluator = Evaluator(made_problem(graph, on))
+    space = Space(on, graph.batch_size, evaluator.segments)
+    bounds = Bounds(evaluator, space)
+    deepest, *others = (bounds.of(region) for region in space.narrower(Region(1)))
+    assert others and min(others) < 0.9 * deepest
+    assert bounds.of(Region(1)) <= min(others)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
