@@ -86,9 +86,14 @@ class SegmentCost:
     def recomputation(self, word: str) -> Recomputation:
         return self.recomputations[word]
 
-    @property
+    @cached_property
     def states_bytes(self) -> int:
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    @cached_property
+    def least_kept_bytes(self) -> int:
+        """Of a micro-batch between forward and backward, however it is recomputed."""
+        return min(way.kept_bytes for way in self.recomputations.values())
 
 
 # Of the segments of a chain; or, where pipeline ranks differ, of each rank those of all segments as if it held them.

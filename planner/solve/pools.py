@@ -108,5 +108,4 @@ def forced_recomputation_s(
 
 def _least_kept_bytes(pool: Pool, costs: Sequence[SegmentCost]) -> float:
     """What must be kept for backward at least."""
-    least = (min(way.kept_bytes for way in c.recomputations.values()) for c in costs)
-    return sum(flight * kept for flight, kept in zip(pool.flights, least, strict=True))
+    return sum(flight * c.least_kept_bytes for flight, c in zip(pool.flights, costs, strict=True))
