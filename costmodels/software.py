@@ -28,8 +28,10 @@ class Software:
     ``reduced_bytes`` as its gradient travels; ``update_bytes`` moved by the optimizer. ``update_launches``: operators of
     the update, for each weight tensor; 0: one a segment.
     ``loss_in_place``: cross-entropy overwrites its logits. ``gradients_in_place``: products add to the gradients of weights
-    themselves. ``workspace_bytes``: what libraries keep on a GPU of a process, of the memory torch counts.
-    ``bucket_bytes``: of gradients that travel together. ``attention_share``: what its attention kernel reaches of the
+    themselves. ``frees_exchanged``: what stages exchange takes memory only on its way. ``frees_put_off``: when zero-bubble
+    puts off gradients of weights, only the operands of their products stay, no more than the activations were.
+    ``workspace_bytes``: what libraries keep on a GPU of a process, of the memory torch counts. ``bucket_bytes``: of gradients
+    that travel together. ``attention_share``: what its attention kernel reaches of the
     device's ``attention_efficiency``; ``matmul_share``: (what a device's name begins with, what its libraries' matrix
     products reach of the device's ``matmul_efficiency``), 1 on other devices.
     """
@@ -45,6 +47,8 @@ class Software:
     update_launches: int = 0
     loss_in_place: bool = False
     gradients_in_place: bool = False
+    frees_exchanged: bool = False
+    frees_put_off: bool = False
     workspace_bytes: int = 0
     bucket_bytes: int = 25 * 2**20
     attention_share: float = 1.0

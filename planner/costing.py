@@ -28,6 +28,7 @@ from costmodels.views import AnyCluster, AnyDevice, Views, picked
 from planner.ir.graph import DTYPE_BYTES, Graph, Leaf, Node, Value
 from planner.ir.layout import WHOLE, Pair, conversion
 from planner.ir.mesh import MICRO, Mesh
+from planner.live import awaited_bytes
 from planner.live import temporary_bytes as live_bytes
 from planner.placement import Boundary
 from planner.saved import FUSED, SHAPE, SavedTensors, as_priced, run_again, saved_tensors, select, tensor
@@ -296,8 +297,8 @@ def segment_costs(
     costs = []
     for number, own in enumerate(operators or segment_operators(graph, pricing)):
         parameters = [graph.leaf_by_name[name] for name in owners.get(number, ())]
-        transfer_s = _transfer_s(graph, number, pricing, pairs)
-        costs.append(_segment_cost(graph, number, own, parameters, pricing, partial_on_tp, transfer_s))
+        transfer = _transfer(graph, number, pricing, pairs)
+        costs.append(_segment_cost(graph, number, own, parameters, pricing, partial_on_tp, *transfer))
     return tuple(costs)
 
 
@@ -307,7 +308,8 @@ class SegmentOperators:
 
     ``on_device``: of all together; ``for_weights_s``: the part of backward that makes gradients of weights only;
     ``apart_s``: what backward takes more where that part is done later. ``inputs``: name -> bytes received.
-    ``live_bytes``: alive besides what is kept. ``selective``, ``full``: with temporary bytes beyond those of the segment.
+    ``live_bytes``: alive besides what is kept; ``awaited_bytes``: gradients that wait where that part is done later.
+    ``selective``, ``full``: with temporary bytes beyond those of the segment.
     """
 
     on_device: Cost
@@ -316,6 +318,7 @@ class SegmentOperators:
     saved: SavedTensors
     inputs: Mapping[str, int]
     live_bytes: int
+    awaited_bytes: int
     selective: Recomputation
     full: Recomputation
 
@@ -333,16 +336,18 @@ def segment_operators(graph: Graph, pricing: Pricing) -> tuple[SegmentOperators,
 def _operators(graph: Graph, number: int, nodes: Sequence[Node], pricing: Pricing) -> SegmentOperators:
     costs = {node.name: node_cost(node, graph.values, pricing) for node in nodes}
     for_weights = apart = 0.0
+    awaited = 0
     if pricing.mesh.pp > 1:
         of_weights = made_of_weights(graph, nodes)
         for_weights = sum(weight_backward_s(node, costs[node.name], of_weights, graph, pricing) for node in nodes)
         apart = _apart_s(nodes, list(costs.values()), graph, pricing)
+        awaited = awaited_bytes(graph, nodes, of_weights)
     saved = saved_tensors(graph, nodes, pricing.cluster.device.kind)
     inputs = _inputs(graph, number, nodes)
     own_nodes = [node for node in nodes if node.segment >= 0]
     selective, full = _recomputations(graph, own_nodes, costs, saved, inputs, pricing.cluster.device)
     live = _live_bytes(graph, nodes, saved, pricing)
-    return SegmentOperators(sum_of(costs.values()), for_weights, apart, saved, inputs, live, selective, full)
+    return SegmentOperators(sum_of(costs.values()), for_weights, apart, saved, inputs, live, awaited, selective, full)
 
 
 def parameter_owners(graph: Graph, copies: bool) -> dict[int, tuple[str, ...]]:
@@ -366,6 +371,7 @@ def _segment_cost(
     pricing: Pricing,
     partial_on_tp: frozenset[str],
     transfer_s: float,
+    transfer_bytes: int,
 ) -> SegmentCost:
     adding_s = accumulation_s(parameters, pricing)
     for_weights = own.for_weights_s + (adding_s if pricing.mesh.pp > 1 else 0.0)
@@ -387,6 +393,9 @@ def _segment_cost(
         pricing.reduces_in_backward,
         pricing.to_the_end,
     )
+    software = pricing.cluster.software
+    stays = 0 if software.frees_exchanged else transfer_bytes
+    pending = 0 if pricing.reduces_in_backward or software.frees_put_off else own.awaited_bytes
     temporary = own.live_bytes + held.temporary_bytes + own.saved.shared
     selective, full = (replace(r, temporary_bytes=temporary + r.temporary_bytes) for r in (own.selective, own.full))
     return SegmentCost(
@@ -405,6 +414,9 @@ def _segment_cost(
         optimizer_per_step_s=held.update_per_step_s,
         transfer_s=transfer_s,
         weight_backward_s=for_weights,
+        pending_bytes=pending,
+        crossing_bytes=stays,
+        buffers_bytes=pricing.micro_batches * stays,
         selective=selective,
         full=full,
     )
@@ -414,14 +426,14 @@ def _is_shared(graph: Graph, name: str) -> bool:
     return len({node.segment for node in graph.consumers[name]}) > 1
 
 
-def _transfer_s(graph: Graph, number: int, pricing: Pricing, pairs: Mapping[str, Pair]) -> float:
-    """Sending what crosses the cut behind segment ``number`` to the next stage, one way.
+def _transfer(graph: Graph, number: int, pricing: Pricing, pairs: Mapping[str, Pair]) -> tuple[float, int]:
+    """Seconds of sending what crosses the cut behind segment ``number`` to the next stage, one way, and its bytes.
 
     Tensors travel whole on tp: made whole before, cut again after; half of that conversion is charged each way.
     """
     mesh = pricing.mesh
     if mesh.pp == 1:
-        return 0.0
+        return 0.0, 0
     total, size = 0.0, 0
     for value in crossing(graph, number):
         pair = pairs[value.name]
@@ -431,7 +443,7 @@ def _transfer_s(graph: Graph, number: int, pricing: Pricing, pairs: Mapping[str,
             kept = WHOLE if pair.gradient is not None else WHOLE.without_gradient()
             out, back = (conversion_cost(whole, *way, "tp", pricing) for way in ((pair, kept), (kept, pair)))
             total += (out.total_s + back.total_s) / 2
-    return total + pricing.send_s(size)
+    return total + pricing.send_s(size), size
 
 
 def crossing(graph: Graph, number: int) -> tuple[Value, ...]:

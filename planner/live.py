@@ -1,6 +1,7 @@
 """The tensors alive while a segment runs, besides what autograd keeps of it for backward.
 
     temporary_bytes(graph, nodes, ...)     the most at any moment of the forward and the backward of one micro-batch
+    awaited_bytes(graph, nodes, ..)        gradients that those of weights are made of, when these are put off
 
 Forward: what the operators make stays until the segment returns, since its variables do. Backward: nodes in reverse; at each,
 
@@ -92,6 +93,19 @@ def temporary_bytes(
     forward = _made_bytes(graph, nodes, saved, loss_in_place)
     backward = _Backward(graph, nodes, kind, accumulates, loss_in_place).most_bytes()
     return max(0, forward, backward - saved.own_bytes)
+
+
+def awaited_bytes(graph: Graph, nodes: Sequence[Node], of_weights: frozenset[str]) -> int:
+    """Of the gradients of what ``nodes`` make: those that gradients of weights are made of, and others too.
+
+    ``of_weights``: names of weights and what is made of them alone.
+    """
+    found = 0
+    for node in nodes:
+        needed = {name in of_weights for name in node.operands if graph.values[name].differentiable}
+        if node.op != "convert" and needed == {True, False}:
+            found += sum(value.size_bytes for value in node.outputs if value.differentiable)
+    return found
 
 
 def _made_bytes(graph: Graph, nodes: Sequence[Node], saved: SavedTensors, loss_in_place: bool) -> int:

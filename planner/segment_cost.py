@@ -15,6 +15,10 @@ Memory of a stage holding f micro-batches in flight, over its segments s, each w
 
 Of several stages on one device the states add up, the largest temporary counts once, and f is the worst of the moments
 that the schedule brings (``stage_estimates``).
+
+Stages exchange tensors; what that takes is told by ``between_bytes``. Under zero-bubble rank r puts off the gradients of weights
+of r micro-batches, and of the one whose backward runs. What these are made of is kept as long: the activations, which f
+counts, and the gradients that came to the operators with weights, r + 1 times ``pending_bytes``.
 """
 
 from __future__ import annotations
@@ -44,7 +48,9 @@ class SegmentCost:
 
     ``forward_s`` and ``backward_s`` include communication (``*_communication_s``, and under ZeRO-3 the gathering of
     weights as far as it is exposed). ``activations_bytes``: kept for the backward of one micro-batch; ``input_bytes``: what is
-    kept instead when the segment is recomputed in full. ``temporary_bytes``: when nothing is recomputed.
+    kept instead when the segment is recomputed in full. ``temporary_bytes``: when nothing is recomputed. ``pending_bytes``: kept
+    of a micro-batch whose gradients of weights are put off. ``crossing_bytes``: of a micro-batch, travels on behind it;
+    ``buffers_bytes``: where it arrives, of all micro-batches.
     ``selective``: None where that is no choice; ``full``: None for the forward once more. ``weight_backward_s``: the part of
     ``backward_s`` that only makes gradients of weights. ``transfer_s``: sending its output to a next stage, one way.
     ``*_per_step_s`` are paid once a step; ``unhidden_per_step_s`` is the part of ``gradient_sync_per_step_s`` that dp takes
@@ -66,6 +72,9 @@ class SegmentCost:
     optimizer_per_step_s: float = 0.0
     transfer_s: float = 0.0
     weight_backward_s: float = 0.0
+    pending_bytes: int = 0
+    crossing_bytes: int = 0
+    buffers_bytes: int = 0
     selective: Recomputation | None = None
     full: Recomputation | None = None
 
@@ -161,10 +170,37 @@ def stage_estimates(
         kept = [one[stage].memory.activations_bytes for stage in mine]
         most = max(vectors, key=lambda counts: sum(n * size for n, size in zip(counts, kept, strict=True)))
         largest = max(mine, key=lambda stage: one[stage].memory.temporary_bytes)
-        for stage, count, size in zip(mine, most, kept, strict=True):
+        between = [between_bytes(on[rank], stage, len(stages), flight(vectors, stage // pp)) for stage in mine]
+        at_once = max(map(sum, vectors))
+        pending = [put_off(rank, at_once) * sum(s.pending_bytes for s in on[rank][a:b]) for a, b in stages[rank::pp]]
+        longest = mine[max(range(len(pending)), key=pending.__getitem__)]
+        for stage, count, size, exchanged in zip(mine, most, kept, between, strict=True):
             memory = one[stage].memory
             temporary = memory.temporary_bytes if stage == largest else 0
+            activations = count * size + exchanged + (max(pending) if stage == longest else 0)
             found[stage] = replace(
-                one[stage], memory=replace(memory, activations_bytes=count * size, temporary_bytes=temporary)
+                one[stage], memory=replace(memory, activations_bytes=activations, temporary_bytes=temporary)
             )
     return found
+
+
+def flight(vectors: Sequence[tuple[int, ...]], chunk: int) -> int:
+    """The most micro-batches a rank holds of one of its stages; ``vectors``: planner.schedules.held of the rank."""
+    return max(vector[chunk] for vector in vectors)
+
+
+def between_bytes(segments: Sequence[SegmentCost], stage: int, stages: int, held: int) -> int:
+    """What a stage that holds ``held`` micro-batches has for its exchange with others, besides inputs that are kept anyway.
+
+    Buffers for what comes from the stage before and for the gradients that come from the one behind, of all
+    micro-batches; and what was sent, until its backward. Of the widest cut of the chain, whatever the stage's own.
+    """
+    crossing = max(segment.crossing_bytes for segment in segments)
+    buffers = max(segment.buffers_bytes for segment in segments)
+    before = buffers - held * crossing if stage > 0 else 0
+    return before + (buffers + held * crossing if stage < stages - 1 else 0)
+
+
+def put_off(rank: int, held: int) -> int:
+    """Of how many micro-batches, of at most ``held``, ``rank`` of a zero-bubble pipeline keeps gradients for those of weights."""
+    return min(rank + 1, held)

@@ -15,8 +15,8 @@ from costmodels.hardware import Cluster, Device, Link
 from costmodels.mixed import Machine, MixedCluster
 from planner.ir.graph import Graph
 from planner.ir.plan import Estimate
-from planner.schedules import ZERO_BUBBLE, held, in_flight
-from planner.segment_cost import RankCosts, SegmentCost, of_each_rank, stage_estimate, stage_estimates
+from planner.schedules import ZERO_BUBBLE, held
+from planner.segment_cost import RankCosts, SegmentCost, of_each_rank, stage_estimates
 from planner.simulate import estimate_step
 from planner.solve.configuration import Problem
 from planner.solve.space import Configuration, Space
@@ -103,15 +103,7 @@ def every_choice(segments: Sequence[SegmentCost], pp: int, micro_batches: int, s
     """All splits x all ways to recompute each segment."""
     for stages in splits(len(segments), pp):
         for recompute in itertools.product(*(s.recomputations for s in segments)):
-            estimates = [
-                stage_estimate(
-                    segments[first:end],
-                    recompute[first:end],
-                    in_flight(schedule, pp, micro_batches, number),
-                    number == pp - 1,
-                )
-                for number, (first, end) in enumerate(stages)
-            ]
+            estimates = stage_estimates(segments, stages, recompute, held(schedule, pp, micro_batches))
             step_time_s = estimate_step(estimates, schedule, micro_batches, 0).step_time_s
             yield Tried(stages, recompute, step_time_s, tuple(e.memory.total_bytes for e in estimates))
 

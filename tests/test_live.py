@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from planner.ir.graph import Graph
 from planner.ir.plan import MemoryEstimate
@@ -15,25 +14,14 @@ from planner.lower import lower
 from planner.saved import saved_tensors
 from planner.segments import segment_nodes
 from planner.solve.configuration import Evaluator
-from planner.strategies import plan_by_hand
+from planner.strategies import parse_strategy, plan_by_hand
 from planner.trace import Batch, tensors_by_target, trace
 from runtime.worker import Rank
+from tests.live_ranks import allocated_bytes, step_memory
 from tests.models import MODELS
+from tests.ranks import run_ranks
 from tests.reference import input_tensors, traced
 from tests.search_cases import cluster, problem
-
-
-def allocated_bytes(run: Callable[[], object]) -> tuple[int, int]:
-    """The most that ``run`` has allocated on the CPU at once, and what is left of it at its end."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        run()
-    results = profiled.profiler.kineto_results  # type: ignore[union-attr]
-    events = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
-    now = most = 0
-    for _, size in events:
-        now += size
-        most = max(most, now)
-    return most, now
 
 
 def measured_and_predicted(name: str, strategy: str) -> tuple[int, int, MemoryEstimate]:
@@ -66,6 +54,26 @@ def test_the_peak_of_a_step_of_one_micro_batch_is_no_more_than_predicted(name: s
     most, _, memory = measured_and_predicted(name, "pp1 mb=1")
     predicted = memory.gradients_bytes + memory.activations_bytes + memory.temporary_bytes
     assert 0.97 * most <= predicted <= most + memory.gradients_bytes + 0.15 * most
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "dp2 mb=2", "dp2 mb=2 zero=3", "tp2 mb=2", "pp2.tp2 mb=4", "pp2 mb=4 schedule=interleaved v=2",
+        "pp2 mb=4 schedule=zero-bubble v=2",
+    ],
+)  # fmt: skip
+def test_the_peak_of_every_rank(strategy: str, tmp_path: Path) -> None:
+    """With what stages exchange, gathered weights, and gradients of weights that are put off."""
+    found = traced(MODELS["gpt_tied"](torch.float32))
+    mesh = parse_strategy(strategy, 4 if "." in strategy else 2).mesh
+    plan = plan_by_hand(Evaluator(problem(found.graph, cluster(mesh.size, kind="cpu"))), strategy)
+    run_ranks(step_memory, mesh.size, "gpt_tied", lower(found.graph, plan), str(tmp_path))
+    for rank in range(mesh.size):
+        most = int((tmp_path / str(rank)).read_text().split()[0])
+        memory = plan.estimate.devices[rank // mesh.stride("pp") % mesh.pp]
+        predicted = memory.gradients_bytes + memory.activations_bytes + memory.temporary_bytes
+        assert 0.87 * most <= predicted <= 1.15 * most  # gloo lets go of its tensors when it comes to it
 
 
 ROWS, WIDTH, CLASSES = 64, 8, 1000

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -44,6 +46,24 @@ def test_the_peak_of_a_device_is_that_of_its_schedule(sizes: tuple[str, int, int
         mine = segments[rank::pp]
         expected = sum(s.states_bytes for s in mine) + most + max(s.temporary_bytes for s in mine)
         assert estimate.devices[rank].total_bytes == expected
+
+
+def test_what_stages_exchange_and_put_off_by_hand() -> None:
+    """Buffers of 4 micro-batches of 3 bytes each way, what was sent until its backward, inputs counted once; and under
+    zero-bubble 5 bytes a micro-batch put off, of up to r + 1."""
+    inner = SegmentCost(1.0, 2.0, activations_bytes=3, crossing_bytes=3, buffers_bytes=12, pending_bytes=5)
+    segments = [inner, inner, inner, SegmentCost(1.0, 2.0, activations_bytes=3, pending_bytes=5)]
+    stages = [(i, i + 1) for i in range(4)]
+
+    def kept(schedule: str, chain: list[SegmentCost]) -> list[int]:
+        estimates = stage_estimates(chain, stages, ("none",) * 4, held(schedule, 4, 4))
+        return [estimate.memory.activations_bytes for estimate in estimates]
+
+    plain = [replace(segment, pending_bytes=0) for segment in segments]
+    assert kept("1f1b", plain) == [4 * 3 + 24, 3 * 3 + 24, 2 * 3 + 24, 1 * 3 + 9]
+    assert kept("zero-bubble", plain) == [4 * 3 + 24, 4 * 3 + 24, 4 * 3 + 24, 4 * 3 + 0]
+    put_off = [both - one for both, one in zip(kept("zero-bubble", segments), kept("zero-bubble", plain), strict=True)]
+    assert put_off == [5, 10, 15, 20]
 
 
 def test_communication_that_is_repeated_is_communication_and_no_other_part() -> None:

@@ -29,7 +29,7 @@ SIZES = st.integers(0, 20)
 
 @st.composite
 def segment_costs(draw: st.DrawFn) -> SegmentCost:
-    forward_s, backward_s = draw(SECONDS), draw(SECONDS)
+    forward_s, backward_s, crossing = draw(SECONDS), draw(SECONDS), draw(st.integers(0, 2))
     return SegmentCost(
         forward_s,
         backward_s,
@@ -43,6 +43,9 @@ def segment_costs(draw: st.DrawFn) -> SegmentCost:
         gradient_sync_per_step_s=draw(SECONDS),
         optimizer_per_step_s=draw(SECONDS),
         transfer_s=draw(SECONDS),
+        pending_bytes=draw(st.integers(0, 3)),
+        crossing_bytes=crossing,
+        buffers_bytes=5 * crossing,
         selective=draw(st.none() | st.builds(Recomputation, SECONDS, st.just(0.0), SIZES, SIZES)),
     )
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from planner.ir.plan import RECOMPUTATIONS
-from planner.segment_cost import SegmentCost
+from planner.segment_cost import SegmentCost, between_bytes, put_off
 from planner.simulate import StageTimes
 from planner.solve.frontier import Frontier, Label
 
@@ -65,6 +65,7 @@ class _Sums:
         self.forward = [0.0, *accumulate(s.forward_s for s in segments)]
         self.backward = [0.0, *accumulate(s.backward_s for s in segments)]
         self.per_step = [0.0, *accumulate(s.gradient_sync_per_step_s + s.optimizer_per_step_s for s in segments)]
+        self.pending = [0, *accumulate(s.pending_bytes for s in segments)]
         self.weight = [0.0, *accumulate(s.weight_backward_s for s in segments)]
 
 
@@ -93,6 +94,7 @@ class Intervals:
         self._sums = [sums[id(chain)] for chain in segments]
         self.chains = tuple(sums.values())
         self._before = [[0.0, *accumulate(least)] for least in self._least_so_far()]
+        self._between = [between_bytes(segments[i], i, self.stages, held) for i, held in enumerate(flights)]
         self._known: dict[tuple[int, int, int], Interval | None] = {}
 
     def _least_so_far(self) -> Iterator[list[float]]:
@@ -116,13 +118,19 @@ class Intervals:
         return self._known[key]
 
     def _make(self, stage: int, first: int, end: int) -> Interval | None:
-        flight, limit_bytes = self.flights[stage], self.limits_bytes[stage]
+        flight, limit_bytes = self.flights[stage], self.limit_of(stage, first, end)
         frontier = self._sums[stage].frontier
         label = frontier.fastest(first, end, flight, limit_bytes)
         if label is None or (self.in_two and set(label.recompute) != {"none"}):
             return None
         extra_s = frontier.least_extra_s(first, end, flight, limit_bytes) if label.extra_s else 0.0
         return self._with(stage, first, end, label, extra_s)
+
+    def limit_of(self, stage: int, first: int, end: int) -> int:
+        """What is left for states, activations and temporary tensors."""
+        pending = self._sums[stage].pending
+        waiting = put_off(stage, self.flights[stage]) * (pending[end] - pending[first])
+        return self.limits_bytes[stage] - self._between[stage] - waiting
 
     def each_way(self, stage: int, first: int, end: int) -> list[Interval]:
         """The interval with each way of recomputation for all its segments alike, whatever memory it takes."""
@@ -159,7 +167,9 @@ class Intervals:
 
     def over_bytes(self, stage: int, first: int, end: int) -> int:
         """By how much the interval exceeds the memory at least."""
-        return self._sums[stage].frontier.least_bytes(first, end, self.flights[stage]) - self.limits_bytes[stage]
+        return self._sums[stage].frontier.least_bytes(first, end, self.flights[stage]) - self.limit_of(
+            stage, first, end
+        )
 
     def last_end(self, stage: int) -> int:
         """Where ``stage`` must end at the latest, to leave a segment for every stage behind it."""
@@ -170,7 +180,7 @@ class Intervals:
         m = self.m
         if math.isinf(below_s) and not self.in_two:
             frontier = self._sums[stage].frontier
-            fits = frontier.may_fit(first, end, self.flights[stage], self.limits_bytes[stage])
+            fits = frontier.may_fit(first, end, self.flights[stage], self.limit_of(stage, first, end))
             if fits is not None:
                 return fits
         sums, before_s = self._sums[stage], self.before_s(stage, first)

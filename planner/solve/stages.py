@@ -40,7 +40,7 @@ from ortools.sat.python import cp_model
 from planner.ir.plan import Estimate
 from planner.paths import Path, critical_path, fill_and_drain_paths
 from planner.schedules import ZERO_BUBBLE, held
-from planner.segment_cost import RankCosts, SegmentCost, of_each_rank, stage_estimates
+from planner.segment_cost import RankCosts, SegmentCost, between_bytes, flight, of_each_rank, put_off, stage_estimates
 from planner.simulate import estimate_step
 from planner.solve.intervals import Interval, Intervals
 from planner.solve.pools import even_intervals
@@ -167,7 +167,7 @@ class _Problem:
         self.schedule = schedule
         self.limits_bytes = (limit_bytes,) * pp if isinstance(limit_bytes, int) else tuple(limit_bytes)
         self.held = held(schedule, pp, micro_batches, chunks)
-        flights = [max(vector[chunk] for vector in self.held[rank]) for chunk in range(chunks) for rank in range(pp)]
+        flights = [flight(self.held[rank], chunk) for chunk in range(chunks) for rank in range(pp)]
         in_two = schedule == ZERO_BUBBLE
         self.intervals = Intervals(self.segments * chunks, flights, micro_batches, self.limits_bytes * chunks, in_two)
 
@@ -314,17 +314,23 @@ class _Program:
     ) -> None:
         """States, the largest temporary tensors, and at each moment the activations held of every chunk, fit together."""
         temporary = self.model.new_int_var(0, limit_bytes, f"temporary{rank}")
+        pending = self.model.new_int_var(0, limit_bytes, f"pending{rank}")
+        most = max(map(sum, vectors))
         states, kept = [], []
         for stage in range(rank, len(self.rows), self.pp):
             row = self.rows[stage]
             parts = [segments[x.first : x.end] for x in row]
             self.model.add(temporary >= self._of_interval(stage, [x.label.temporary_bytes for x in row]))
+            sizes = [put_off(rank, most) * sum(s.pending_bytes for s in part) for part in parts]
+            self.model.add(pending >= self._of_interval(stage, sizes))
             states.append(self._of_interval(stage, [sum(s.states_bytes for s in part) for part in parts]))
             sizes = [x.label.kept_bytes for x in row]
             kept.append(self.model.new_int_var(0, max(sizes), f"kept{stage}"))
             self.model.add(kept[-1] == self._of_interval(stage, sizes))
         room = self.model.new_int_var(0, limit_bytes, f"room{rank}")
-        self.model.add(room + temporary + sum(states) <= limit_bytes)
+        mine = range(rank, len(self.rows), self.pp)
+        between = sum(between_bytes(segments, i, len(self.rows), flight(vectors, i // self.pp)) for i in mine)
+        self.model.add(room + temporary + pending + sum(states) <= limit_bytes - between)
         for vector in vectors:
             self.model.add(cp_model.LinearExpr.weighted_sum(kept, vector) <= room)
 
