@@ -73,7 +73,7 @@ def test_the_peak_of_every_rank(strategy: str, tmp_path: Path) -> None:
         most = int((tmp_path / str(rank)).read_text().split()[0])
         memory = plan.estimate.devices[rank // mesh.stride("pp") % mesh.pp]
         predicted = memory.gradients_bytes + memory.activations_bytes + memory.temporary_bytes
-        assert 0.87 * most <= predicted <= 1.15 * most  # gloo lets go of its tensors when it comes to it
+        assert 0.8 * most <= predicted <= 1.15 * most  # gloo lets go of its tensors when it comes to it
 
 
 ROWS, WIDTH, CLASSES = 64, 8, 1000
