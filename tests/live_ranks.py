@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from planner.garbage import uncollected
 from planner.ir.program import Program
 from planner.trace import tensors_by_target
 from runtime.worker import Rank
@@ -16,8 +18,12 @@ from tests.reference import input_tensors, traced
 
 
 def allocated_bytes(run: Callable[[], object]) -> tuple[int, int]:
-    """The most that ``run`` has allocated on the CPU at once, and what is left of it at its end."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    """The most that ``run`` has allocated on the CPU at once, and what is left of it at its end.
+
+    Garbage of before is collected first: what is let go of while ``run`` is watched counts as its own.
+    """
+    gc.collect()
+    with uncollected(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run()
     results = profiled.profiler.kineto_results  # type: ignore[union-attr]
     events = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
