@@ -123,7 +123,8 @@ def _planner(name: str, graph: Any) -> Any:
     from costmodels.hardware import load_cluster
     from planner.ir.mesh import Mesh
     from planner.ir.verify import verify_plan
-    from planner.solve.configuration import Evaluator, Problem
+    from planner.solve.configuration import Evaluator
+    from planner.solve.problem import Problem
     from planner.solve.search import search
     from planner.strategies import plan_by_hand
 

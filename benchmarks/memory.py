@@ -31,7 +31,8 @@ from planner.errors import MeshwrightError
 from planner.garbage import uncollected
 from planner.ir.plan import MemoryEstimate, Plan
 from planner.segments import segment_kinds
-from planner.solve.configuration import Configuration, Evaluator, Problem
+from planner.solve.configuration import Configuration, Evaluator
+from planner.solve.problem import Problem
 from planner.strategies import plan_by_hand
 
 GIB = 2**30

@@ -30,7 +30,7 @@ from benchmarks.rows import Row, show
 
 if TYPE_CHECKING:
     from costmodels.hardware import Cluster
-    from planner.solve.configuration import Problem
+    from planner.solve.problem import Problem
 
 MODELS = ("wide-mlp", "gpt", "cnn")
 RATES = {"100 Mbit/s": 100e6, "1 Gbit/s": 1e9, "10 Gbit/s": 10e9}

@@ -66,7 +66,7 @@ def measure(row: Row) -> Row:
     from benchmarks.shapes import OPTIMIZER, precision
     from costmodels.hardware import load_cluster
     from planner.garbage import uncollected
-    from planner.solve.configuration import Problem
+    from planner.solve.problem import Problem
     from planner.solve.search import search
     from planner.trace import trace
 

@@ -35,7 +35,8 @@ from costmodels.hardware import Cluster, load_cluster
 from costmodels.software import load_software
 from planner.errors import MeshwrightError
 from planner.garbage import uncollected
-from planner.solve.configuration import Evaluator, Problem
+from planner.solve.configuration import Evaluator
+from planner.solve.problem import Problem
 from planner.strategies import plan_by_hand
 
 FOLDER = ROOT / "benchmarks" / "data" / "measured"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from costmodels.hardware import Cluster, load_cluster
 from planner.ir.graph import Graph
-from planner.solve.configuration import Problem
+from planner.solve.problem import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -37,7 +37,8 @@ from planner.report.parts import step_parts
 from planner.segments import node_classes
 from planner.sharding_rules import Strategy
 from planner.sizes import format_bytes
-from planner.solve.configuration import Configuration, Evaluator, Problem
+from planner.solve.configuration import Configuration, Evaluator
+from planner.solve.problem import Problem
 from planner.solve.search import search
 from planner.ways_out import ways_out_by_hand
 
@@ -294,7 +295,9 @@ def _operators(
 def _operator_costs_s(evaluator: Evaluator, plan: Plan) -> dict[str, float]:
     """Seconds of a micro-batch on one device, uncut, of each class of operators: by the name the plan knows it by."""
     graph = evaluator.split(plan.mesh.dp, plan.micro_batches).graph
-    pricing = Pricing(evaluator.any_rank(configuration_of(plan)), Mesh(dp=plan.mesh.dp), evaluator.problem.optimizer)
+    pricing = Pricing(
+        evaluator.problem.any_rank(configuration_of(plan)), Mesh(dp=plan.mesh.dp), evaluator.problem.optimizer
+    )
     weights = evaluator.folded.weights
     classes = node_classes(graph)
     known = {row.name for row in plan.layouts}

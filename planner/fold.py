@@ -28,6 +28,11 @@ class Folded:
         counts = Counter(self.origin)
         return tuple(counts[i] for i in range(len(counts)))
 
+    def kinds(self, whole: Graph) -> tuple[int, ...]:
+        """The kind each segment has in the ``whole`` chain that was folded."""
+        kinds = dict(zip(self.origin, segment_kinds(whole), strict=True))
+        return tuple(kinds[number] for number in sorted(kinds))
+
 
 def fold(graph: Graph) -> Folded:
     """``graph`` (cut into segments) with runs of more than two equal, simply chained segments folded."""

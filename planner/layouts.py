@@ -6,11 +6,12 @@ no row. ``record`` writes that table, ``recall`` reads it against a graph and re
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from fractions import Fraction
 
+from planner.batch import BatchSplit
 from planner.errors import InvalidPlan
-from planner.ir.graph import Graph
+from planner.ir.graph import Graph, Node
 from planner.ir.layout import Pair
 from planner.ir.plan import OperatorLayout
 from planner.segments import node_classes
@@ -18,6 +19,8 @@ from planner.shard import SHARED
 from planner.sharding_rules import Strategy, rule_of, strategies
 from planner.sharding_rules.cuts import find_cuts
 
+# Whether an operator may run by a strategy.
+Keep = Callable[[Node, Strategy], bool]
 LEAF = "leaf"
 # A weight on the dp axis: whole, its gradient a partial sum; ZeRO is the plan's own field.
 STORED = "R:P"
@@ -141,6 +144,23 @@ def strategy_names(graph: Graph, tp: int) -> dict[str, frozenset[str]]:
         node.name: frozenset(s.name for s in strategies(rule_of(node, values), node, values, tp, cuts[node.name]))
         for node in graph.nodes
     }
+
+
+def kept_in_all_pieces(split: BatchSplit, tp: int, keep: Keep | None) -> Keep | None:
+    """``keep``, without strategies on tp that smaller pieces of an unevenly cut batch do not have."""
+    first, *others = split.pieces
+    if not others:
+        return keep
+    offered = [(strategy_names(piece.graph, tp), Fraction(piece.rows, first.rows)) for piece in others]
+
+    def kept(node: Node, strategy: Strategy) -> bool:
+        everywhere = all(
+            strategy.name in names[node.name] or scaled(strategy.name, rows) in names[node.name]
+            for names, rows in offered
+        )
+        return everywhere and (keep is None or keep(node, strategy))
+
+    return kept
 
 
 def scaled(name: str, rows: Fraction) -> str:

@@ -19,7 +19,8 @@ from planner.lower import lower
 from planner.options import Request
 from planner.other_batch import other_program
 from planner.parallel import OtherBatch
-from planner.solve.configuration import Evaluator, Problem
+from planner.solve.configuration import Evaluator
+from planner.solve.problem import Problem
 from planner.solve.search import search
 from planner.strategies import plan_by_hand
 from planner.trace import Batch

@@ -33,8 +33,9 @@ from planner.report.proof import Check, Proof
 from planner.segment_cost import stage_estimate
 from planner.simulate import estimate_step
 from planner.sizes import format_seconds
-from planner.solve.configuration import Configuration, Evaluator, Problem
+from planner.solve.configuration import Configuration, Evaluator
 from planner.solve.frontier import Frontier
+from planner.solve.problem import Problem
 
 FILL_AND_DRAIN = ("gpipe", "1f1b")
 
@@ -183,7 +184,7 @@ def _one_stage(entry: Searched, part: Part, plan: Plan, evaluator: Evaluator) ->
         costs = evaluator.costs(configuration, evaluator.letters(configuration))
     except BadInput:
         return "", False
-    frontier, segments, (limit,) = Frontier(costs), len(costs), evaluator.limits_bytes(configuration)
+    frontier, segments, (limit,) = Frontier(costs), len(costs), evaluator.problem.limits_bytes(configuration)
     label = frontier.fastest(0, segments, 1, limit)
     if not frontier.exact:
         return "", False

@@ -1,6 +1,6 @@
 """What one segment of the chain costs on one device, and what a stage made of segments costs.
 
-    SegmentCost                          priced from the lowered graph by planner.costing
+    SegmentCost                          priced from the lowered graph by planner.chain_costs
     Recomputation                        what keeping less of a segment saves and costs: none, selective or full
     stage_estimate(segments, recompute)  their sum
 

@@ -24,6 +24,7 @@ from dataclasses import replace
 import networkx as nx
 
 from planner.ir.graph import MODULE, Argument, Graph, Leaf, Node, Ref
+from planner.ir.plan import SegmentInfo
 from planner.shard import SHARED
 
 
@@ -288,3 +289,14 @@ def segment_label(graph: Graph, nodes: tuple[Node, ...]) -> str:
         return ".".join(common)
     tops = dict.fromkeys(path.split(".")[0] for path in weighted if path)
     return " + ".join(tops) or "model"
+
+
+def segment_infos(graph: Graph) -> tuple[SegmentInfo, ...]:
+    """What a plan says of every segment."""
+    values = {leaf.name: leaf.value.numel for leaf in graph.leaves if leaf.kind == "parameter"}
+    infos = []
+    for kind, nodes in zip(segment_kinds(graph), segment_nodes(graph), strict=True):
+        read = {name for node in nodes for name in node.operands}
+        parameters = sum(values[name] for name in read if name in values)
+        infos.append(SegmentInfo(kind, segment_label(graph, nodes), len(nodes), parameters))
+    return tuple(infos)

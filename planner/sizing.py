@@ -20,7 +20,8 @@ from planner.errors import BadInput, Infeasible, OutOfTime
 from planner.ir.plan import Plan
 from planner.report.sizing import S_PER_HOUR, STEPS_WITHOUT_A_NUMBER, SizeRow, Sizing
 from planner.sizes import format_bytes, format_seconds
-from planner.solve.configuration import Evaluator, Problem
+from planner.solve.configuration import Evaluator
+from planner.solve.problem import Problem
 from planner.solve.search import search
 from planner.ways_out import least_states_bytes
 

@@ -176,7 +176,7 @@ def plan_by_hand(evaluator: Evaluator, text: str) -> Plan:
             "out, or use another schedule"
         )
     evaluator.split(mesh.dp, micro_batches)
-    evaluator.places(configuration)
+    evaluator.problem.places(configuration)
     if mesh.tp == 1:
         letters = evaluator.letters(configuration, FAST)
     elif picked.sequence == "cut":

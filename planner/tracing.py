@@ -29,7 +29,7 @@ from planner.inputs import (
 )
 from planner.ir.graph import Graph
 from planner.options import PRECISIONS, Request, cast_model, dtype_to_trace
-from planner.solve.configuration import Problem
+from planner.solve.problem import Problem
 from planner.trace import Batch, Traced, trace
 from runtime.measure import kept_at, measured_cluster
 from runtime.tables import TABLES, read_tables

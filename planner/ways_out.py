@@ -23,7 +23,8 @@ from planner.ir.graph import Graph
 from planner.ir.plan import Plan
 from planner.report.ways_out import WayOut, filling, ways_out_figures, ways_out_text
 from planner.sizes import format_bytes
-from planner.solve.configuration import Configuration, Evaluator, Problem
+from planner.solve.configuration import Configuration, Evaluator
+from planner.solve.problem import Problem
 from planner.solve.search import search
 from planner.strategies import plan_by_hand
 

@@ -16,7 +16,8 @@ from functools import cached_property
 
 from costmodels.mixed import MixedCluster
 from planner.batch import BatchSplit, split_batch
-from planner.costing import Pricing, segment_costs
+from planner.chain_costs import segment_costs
+from planner.costing import Pricing
 from planner.errors import BadInput
 from planner.ir.graph import Graph, Leaf
 from planner.ir.layout import REPLICATED, WHOLE, Pair
@@ -28,7 +29,7 @@ from planner.segments import cut_into_segments, node_classes, segment_count
 from planner.shard import SHARED, shard
 from planner.sharding_rules import Strategy, rule_of, strategies
 from planner.sharding_rules.cuts import find_cuts
-from planner.solve.configuration import Problem
+from planner.solve.problem import Problem
 from planner.solve.space import Configuration
 from tests.search_cases import AMPLE, every_estimate
 

@@ -18,7 +18,7 @@ from planner.ir.plan import Estimate
 from planner.schedules import ZERO_BUBBLE, held
 from planner.segment_cost import RankCosts, SegmentCost, of_each_rank, stage_estimates
 from planner.simulate import estimate_step
-from planner.solve.configuration import Problem
+from planner.solve.problem import Problem
 from planner.solve.space import Configuration, Space
 from planner.trace import Batch, trace
 

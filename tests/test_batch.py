@@ -26,7 +26,8 @@ from planner.lower import lower
 from planner.normalise import normalise
 from planner.segments import cut_into_segments
 from planner.shard import conversion_moves
-from planner.solve.configuration import Evaluator, Problem
+from planner.solve.configuration import Evaluator
+from planner.solve.problem import Problem
 from planner.strategies import plan_by_hand
 from planner.trace import Batch
 from runtime.collectives import Axis

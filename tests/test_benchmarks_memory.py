@@ -12,7 +12,8 @@ from benchmarks.published import FOLDER, read
 from costmodels.hardware import load_cluster
 from costmodels.software import load_software
 from planner.ir.plan import MemoryEstimate
-from planner.solve.configuration import Evaluator, Problem
+from planner.solve.configuration import Evaluator
+from planner.solve.problem import Problem
 from planner.strategies import plan_by_hand
 
 MCORE, ZERO_BUBBLE = memory.SOURCES

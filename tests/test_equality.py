@@ -21,7 +21,8 @@ from planner.ir.plan import Plan
 from planner.ir.verify import verify_plan
 from planner.lower import lower
 from planner.parallel import Parallel
-from planner.solve.configuration import Evaluator, Problem
+from planner.solve.configuration import Evaluator
+from planner.solve.problem import Problem
 from planner.solve.search import search
 from planner.strategies import plan_by_hand
 from planner.trace import Batch, Traced

@@ -26,7 +26,8 @@ from planner.prove_model import prove_against
 from planner.report import plan_figures, plan_text
 from planner.sizes import format_bytes
 from planner.solve.bounds import pipeline_bound_s
-from planner.solve.configuration import Evaluator, Problem
+from planner.solve.configuration import Evaluator
+from planner.solve.problem import Problem
 from planner.solve.search import search
 from planner.solve.space import Configuration, Space
 from planner.strategies import even_stages, plan_by_hand
@@ -83,8 +84,8 @@ def test_memory_is_that_of_the_smallest_device() -> None:
     assert [place.memory_bytes for place in places(on, (), Mesh(2, 2)) or ()] == [300, 200]
     assert [place.memory_bytes for place in places(on, (), Mesh(1, 4)) or ()] == [200]
     evaluator = Evaluator(problem(layers(2), on, 250))
-    assert evaluator.limits_bytes(Configuration(Mesh(2, 2), 2, 0, "1f1b")) == (250, 200)
-    assert evaluator.limits_bytes(Configuration(Mesh(2, 2), 2, 0, "1f1b", groups=("b", "a"))) == (200, 250)
+    assert evaluator.problem.limits_bytes(Configuration(Mesh(2, 2), 2, 0, "1f1b")) == (250, 200)
+    assert evaluator.problem.limits_bytes(Configuration(Mesh(2, 2), 2, 0, "1f1b", groups=("b", "a"))) == (200, 250)
 
 
 def test_between_groups_tensors_take_the_link_that_joins_them() -> None:
@@ -285,7 +286,7 @@ def test_why_this_plan_on_unequal_machines(proven: tuple[Problem, Plan], strateg
 def test_a_little_more_memory_is_more_on_every_device() -> None:
     on = mixed(with_memory(FAST, 3000), with_memory(SLOW, 2000))
     more = problem(layers(2), on, 2500).with_more_memory(500)
-    assert Evaluator(more).limits_bytes(Configuration(Mesh(2, 2), 2, 0, "1f1b")) == (3000, 2500)
+    assert more.limits_bytes(Configuration(Mesh(2, 2), 2, 0, "1f1b")) == (3000, 2500)
     assert more.mean_limit_bytes == 2750
 
 

@@ -23,7 +23,8 @@ from planner.ir.plan import Plan, Searched
 from planner.ir.verify import verify_plan
 from planner.pricing_again import price_again
 from planner.simulate import estimate_step
-from planner.solve.configuration import Evaluator, Problem
+from planner.solve.configuration import Evaluator
+from planner.solve.problem import Problem
 from planner.solve.search import search
 from planner.solve.space import Configuration, Region
 from planner.timings import calls_of

@@ -21,7 +21,8 @@ from planner.pricing_again import configuration_of
 from planner.prove_file import prove_file
 from planner.prove_model import Part, parse_part, prove_against, work_bound_s
 from planner.report.proof import Proof, proof_figures, record_report
-from planner.solve.configuration import Configuration, Evaluator, Problem
+from planner.solve.configuration import Configuration, Evaluator
+from planner.solve.problem import Problem
 from planner.solve.search import search
 from planner.solve.space import Space
 from planner.strategies import plan_by_hand

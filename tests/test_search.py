@@ -24,9 +24,10 @@ from planner.ir.plan import Estimate, Plan, Searched
 from planner.ir.verify import verify_plan
 from planner.sizes import format_bytes
 from planner.solve import search as search_module
-from planner.solve.configuration import Evaluator, Problem
+from planner.solve.configuration import Evaluator
 from planner.solve.letters import whole_letters
 from planner.solve.linear_program import NoSolution
+from planner.solve.problem import Problem
 from planner.solve.search import search
 from planner.solve.space import Configuration, Region, Space
 from planner.strategies import plan_by_hand

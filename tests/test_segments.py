@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from planner.costing import crossing
+from planner.chain_costs import crossing
 from planner.ir.graph import Graph
 from planner.segments import (
     cut_into_segments,

@@ -17,7 +17,7 @@ from planner.errors import BadInput
 from planner.report.sizing import SizeRow, Sizing, sizing_figures
 from planner.sizes import parse_seconds
 from planner.sizing import Wanted, size_on
-from planner.solve.configuration import Problem
+from planner.solve.problem import Problem
 from planner.solve.search import search
 from tests.models import mlp
 from tests.plan_examples import example_plan

@@ -13,7 +13,8 @@ from torch import nn
 from planner.errors import Infeasible, Shortage
 from planner.ir.graph import Graph
 from planner.report.ways_out import WayOut, filling, ways_out_figures, ways_out_text
-from planner.solve.configuration import Evaluator, Problem
+from planner.solve.configuration import Evaluator
+from planner.solve.problem import Problem
 from planner.solve.search import search
 from planner.strategies import plan_by_hand
 from planner.ways_out import infeasible_with_ways_out, least, least_states_bytes, ways_out, ways_out_by_hand

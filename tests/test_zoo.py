@@ -21,7 +21,8 @@ from planner.interpreter import run_sharded, run_whole, widened, widened_tensor
 from planner.ir.graph import Graph
 from planner.ir.program import Program
 from planner.lower import lower
-from planner.solve.configuration import Evaluator, Problem
+from planner.solve.configuration import Evaluator
+from planner.solve.problem import Problem
 from planner.strategies import plan_by_hand
 from planner.trace import tensors_by_target
 from tests.models import Case

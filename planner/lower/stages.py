@@ -14,7 +14,7 @@ from fractions import Fraction
 from itertools import count
 
 from planner.batch import BatchSplit, Piece, split_batch
-from planner.costing import crossing
+from planner.chain_costs import crossing
 from planner.errors import BadInput, InvalidPlan
 from planner.ir.graph import MODULE, Graph, Leaf, Node, Ref
 from planner.ir.layout import COMMUNICATING, PARTIAL, REPLICATED, WHOLE, Pair

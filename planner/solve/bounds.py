@@ -13,7 +13,7 @@ W is the time of the operators and conversions of so many rows on the devices of
 parameters cost once a step; the minimum is over all letters, with tp on the best links and nothing that travels on dp or
 between stages. A step takes as long as its slowest stage, so no less than the mean. W is subadditive, as the price of
 every operator and collective is: n runs of rows/n cost no less than one run of them all, so the bound of a region is one.
-Measured times need not be, so with them the bounds of regions and shapes take prices that are (Evaluator.bounding).
+Measured times need not be, so with them the bounds of regions and shapes take prices that are (Problem.bounding).
 
     pipeline_bound_s   t = time of one micro-batch      T >= a t / (1 - (1 - a/m)^pp)            gpipe and 1f1b: a = 1
 
@@ -51,7 +51,8 @@ from planner.errors import BadInput
 from planner.ir.mesh import Mesh
 from planner.placement import Place
 from planner.schedules import ZERO_BUBBLE
-from planner.solve.configuration import Evaluator, letters_mesh, letters_zero
+from planner.solve.configuration import Evaluator
+from planner.solve.letters import letters_mesh, letters_zero
 from planner.solve.space import Configuration, Part, Region, Shape, Space, schedules
 from planner.solve.work import SegmentWork, least_of, rate
 from planner.states import reduces_alone
@@ -171,7 +172,7 @@ class Bounds:
             if not sharpness or bound_s >= enough_s:
                 return bound_s
             return self._shape_s(part, self._least_of_shape_s(part))
-        cluster = self.evaluator.any_rank(part)
+        cluster = self.evaluator.problem.any_rank(part)
         key = (letters_mesh(mesh), letters_zero(part.zero), self.evaluator.held_share(part), cluster)
         solved = self.of_configurations.setdefault(key, {})
         if sharpness > 1 or (sharpness and m not in solved):
@@ -246,7 +247,7 @@ class Bounds:
         if mesh not in self._known_lies:
             found: dict[tuple[tuple[str, ...], ...], None] = {}
             for ordered, groups in self.space.arrangements(mesh):
-                lie = self.evaluator.places(Configuration(ordered, 1, 0, "1f1b", 1, groups))
+                lie = self.evaluator.problem.places(Configuration(ordered, 1, 0, "1f1b", 1, groups))
                 found[tuple(place.groups for place in lie or ())] = None
             self._known_lies[mesh] = tuple(found)
         return self._known_lies[mesh]
@@ -257,7 +258,7 @@ class Bounds:
         again_s = self.evaluator.forced_recomputation_s(part) / mesh.tp
         if math.isinf(again_s) or (again_s and part.schedule == ZERO_BUBBLE):
             return math.inf
-        places = self.evaluator.places(part)
+        places = self.evaluator.problem.places(part)
         ranks = {place: self._on_rank(part, place) for place in places or (None,)}
         own = least_of([rank.work for rank in ranks.values()])
         unequal = None if places is None else Unequal.of(own, [ranks[place].work for place in places])
@@ -289,7 +290,7 @@ class Bounds:
             for c, more in zip(ideal, more_s, strict=True)
         ]
         unhidden_s = [max(0.0, c.unhidden_per_step_s / tp - more) for c, more in zip(ideal, more_s, strict=True)]
-        if reduces_alone(self.evaluator.any_rank(part)):  # the program counts what travels on dp
+        if reduces_alone(self.evaluator.problem.any_rank(part)):  # the program counts what travels on dp
             unhidden_s = [0.0] * len(own)
         return _Rank(own, once_s, unhidden_s)
 

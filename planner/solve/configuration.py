@@ -11,86 +11,36 @@ those that hold half as much of the weights ('tight'), and those of least time w
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from fractions import Fraction
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import replace
 
-from costmodels.hardware import Cluster
-from costmodels.memory import state_bytes
-from costmodels.mixed import Machine, MixedCluster, of_each_group
-from costmodels.views import AnyCluster, fastest, picked, with_devices
+from costmodels.mixed import MixedCluster
+from costmodels.views import AnyCluster, fastest, picked
 from planner.batch import BatchSplit, split_batch
-from planner.costing import Pricing, SegmentOperators, priced_by, segment_costs, segment_operators
+from planner.chain_costs import SegmentOperators, segment_costs, segment_operators
+from planner.costing import Pricing, priced_by
 from planner.errors import BadInput
 from planner.fold import Folded, fold
-from planner.ir.graph import Graph, Node
 from planner.ir.mesh import Mesh
-from planner.ir.plan import Plan, Searched, SegmentInfo
-from planner.layouts import record, scaled, strategy_names
-from planner.placement import Place, at_work, limit_of, places
+from planner.ir.plan import Plan, Searched
+from planner.layouts import Keep, kept_in_all_pieces, record
+from planner.placement import Place, at_work
 from planner.schedules import ZERO_BUBBLE, held
 from planner.segment_cost import SegmentCost, stage_estimates
-from planner.segments import cut_into_segments, segment_count, segment_kinds, segment_label, segment_nodes
+from planner.segments import cut_into_segments, segment_count, segment_infos
 from planner.shard import Sharded, shard
-from planner.sharding_rules import Strategy
 from planner.simulate import estimate_step
-from planner.solve.letters import Letters, whole_letters
-from planner.solve.letters_program import Keep, LettersProgram
+from planner.solve.letters import Letters, letters_mesh, letters_zero, whole_letters
+from planner.solve.letters_program import LettersProgram
 from planner.solve.linear_program import NoSolution
 from planner.solve.pools import Pool, forced_recomputation_s, least_excess_bytes, most_states_bytes, pools
+from planner.solve.problem import Problem
 from planner.solve.space import Configuration
 from planner.solve.work import SegmentWork, least_crossing_bytes, least_of, rate, work_of_segments
 
 FAST, GATHERED, TIGHT, LEAN = "fast", "gathered", "tight", "lean"
 # Lean strategies pay for memory as if filling a device took this many times the work of a micro-batch.
 LEAN_PRICE = 3.0
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is planned: ``graph`` as traced, ``cluster`` with the number of devices to use, and limits.
-
-    ``memory_limit_bytes``: of every device; of a mixed cluster it holds for those that have more.
-    """
-
-    name: str
-    graph: Graph
-    cluster: Machine
-    optimizer: str
-    precision: str
-    memory_limit_bytes: int
-    seed: int = 0
-
-    @property
-    def mean_limit_bytes(self) -> float:
-        """Of all devices."""
-        cluster, limit = self.cluster, self.memory_limit_bytes
-        if not isinstance(cluster, MixedCluster):
-            return limit
-        return sum(g.gpus * limit_of(cluster, g.device.memory_bytes, limit) for g in cluster.groups) / cluster.gpus
-
-    def with_more_memory(self, more_bytes: int) -> Problem:
-        """On every device."""
-
-        def larger(group: Cluster) -> Cluster:
-            return replace(group, device=replace(group.device, memory_bytes=group.device.memory_bytes + more_bytes))
-
-        cluster = self.cluster
-        if isinstance(cluster, MixedCluster):
-            cluster = of_each_group(cluster, larger)
-        return replace(self, cluster=cluster, memory_limit_bytes=self.memory_limit_bytes + more_bytes)
-
-
-def letters_mesh(mesh: Mesh) -> Mesh:
-    """A mesh on which letters cost the same: with neighbours on tp, and dp next, the pipeline does not matter."""
-    is_usual = mesh.stride("tp") == 1 and (mesh.dp == 1 or mesh.stride("dp") == mesh.tp)
-    return Mesh(dp=mesh.dp, tp=mesh.tp) if is_usual else mesh
-
-
-def letters_zero(zero: int) -> int:
-    """The ZeRO stages that differ to letters: none, weights whole but updated in shares, weights in shares."""
-    return zero if zero in (0, 3) else 1
 
 
 class Evaluator:
@@ -120,83 +70,13 @@ class Evaluator:
             self._splits[key] = split_batch(self.folded.graph, dp, micro_batches)
         return self._splits[key]
 
-    def places(self, configuration: Configuration) -> tuple[Place, ...] | None:
-        """Where each pipeline rank lies on unequal machines; None where all devices are alike.
-
-        Raises BadInput where a tp group would lie on several groups of machines.
-        """
-        cluster = self.problem.cluster
-        if not isinstance(cluster, MixedCluster):
-            return None
-        found = places(cluster, configuration.groups, configuration.mesh)
-        if found is None:
-            raise BadInput(
-                f"{configuration.mesh} would cut single operators over devices of several groups ({cluster.words}); "
-                "choose a degree of tp that divides each, as the innermost axis"
-            )
-        return found
-
-    def limits_bytes(self, configuration: Configuration) -> tuple[int, ...]:
-        """What may be filled of a device of each pipeline rank."""
-        cluster, limit = self.problem.cluster, self.problem.memory_limit_bytes
-        found = self.places(configuration)
-        if found is None:
-            return (limit,) * configuration.mesh.pp
-        return tuple(limit_of(cluster, place.memory_bytes, limit) for place in found)
-
-    def pricing(self, configuration: Configuration, on: Place | AnyCluster) -> Pricing:
-        """On one pipeline rank, or on devices of a cluster wherever they lie."""
-        place = on if isinstance(on, Place) else None
-        return Pricing(
-            on.cluster if isinstance(on, Place) else on,
-            configuration.mesh,
-            self.problem.optimizer,
-            configuration.zero,
-            configuration.micro_batches,
-            configuration.schedule != ZERO_BUBBLE,
-            place.onward if place is not None else None,
-            place.to_the_end if place is not None else None,
-        )
-
-    def any_rank(self, configuration: Configuration) -> AnyCluster:
-        """What prices a bound that holds on every pipeline rank, and letters, which all share."""
-        found = self.places(configuration)
-        if found is None:
-            assert not isinstance(self.problem.cluster, MixedCluster)
-            return self.problem.cluster
-        return fastest(place.cluster for place in found)
-
-    def _cuttable(self, cluster: AnyCluster) -> AnyCluster:
-        """The cluster for work that is to be cut by tp: rows that are not aligned may be in shards, so none are slower."""
-        sizes = self._row_sizes
-        return with_devices(
-            cluster,
-            lambda device: (
-                device
-                if all(2 * size % device.alignment_bytes == 0 for size in sizes)
-                else replace(device, alignment_bytes=1)
-            ),
-        )
-
-    @cached_property
-    def bounding(self) -> Machine:
-        """The cluster for prices of a whole that bound those of its parts (costmodels.measured)."""
-        cluster = self.problem.cluster
-        if isinstance(cluster, MixedCluster) or cluster.measured is None:
-            return cluster
-        return replace(cluster, measured=cluster.measured.bounding_below())
-
-    @cached_property
-    def _row_sizes(self) -> frozenset[int]:
-        return frozenset(size for value in self.graph.values.values() for size in value.shape[-2:])
-
     def work(
         self, dp: int, micro_batches: int, cut: bool = True, groups: tuple[str, ...] = ()
     ) -> tuple[SegmentWork, ...]:
         """The work of every segment of the whole chain for one micro-batch on one device (tp = 1), without dp's
         communication: if it is ``cut``, over n devices, it takes at least an n-th. On unequal machines the least of all
         devices, or that of devices of ``groups`` that wait for each other. Raises BadInput when the batch cannot be cut so."""
-        machine = self.bounding if cut else self.problem.cluster
+        machine = self.problem.bounding if cut else self.problem.cluster
         if not isinstance(machine, MixedCluster):
             return self._work_on(machine, dp, micro_batches, cut)
         if groups:
@@ -206,7 +86,7 @@ class Evaluator:
 
     def _work_on(self, cluster: AnyCluster, dp: int, micro_batches: int, cut: bool) -> tuple[SegmentWork, ...]:
         pieces = self._as_micro_batches(dp, micro_batches)
-        cluster = self._cuttable(cluster) if cut else cluster
+        cluster = self.problem.cuttable(cluster) if cut else cluster
         key = (*pieces, cluster)
         if key not in self._work:
             work = work_of_segments(
@@ -223,9 +103,9 @@ class Evaluator:
         key = (mesh.dp, configuration.micro_batches)
         if key not in self._crossing:
             self._crossing[key] = least_crossing_bytes(self.split(*key).graph, set(self.folded.origin[:-1]))
-        size, found = self._crossing[key], self.places(configuration)
+        size, found = self._crossing[key], self.problem.places(configuration)
         if found is None:
-            return self.pricing(configuration, self.any_rank(configuration)).send_s(size)
+            return self.problem.pricing(configuration, self.problem.any_rank(configuration)).send_s(size)
         ways = found if configuration.chunks > 1 else found[:-1]
         return min(place.onward.send_s(size) for place in ways)
 
@@ -258,13 +138,13 @@ class Evaluator:
         Operators and conversions on tp, with the ranks of a group as neighbours, and what parameters cost once a step, in
         dp-th shares; nothing that travels on dp. Raises BadInput when the batch cannot be cut so.
         """
-        machine = self.bounding
+        machine = self.problem.bounding
         if tp == 1:
             return self.work_s(dp, micro_batches, cut=machine is not self.problem.cluster) * micro_batches
         cluster = fastest(machine.groups) if isinstance(machine, MixedCluster) else machine
         configuration = Configuration(Mesh(dp=dp, tp=tp), micro_batches, 3, "1f1b")
         program = self._program(configuration.mesh, micro_batches, None, cluster)
-        return program.solve(self.pricing(configuration, cluster)).least_s * micro_batches
+        return program.solve(self.problem.pricing(configuration, cluster)).least_s * micro_batches
 
     def _program(self, mesh: Mesh, micro_batches: int, keep: Keep | None, cluster: AnyCluster) -> LettersProgram:
         """The letters program of a mesh on ``cluster``, kept but where ``keep`` restricts it."""
@@ -275,8 +155,8 @@ class Evaluator:
             return self._programs[key]
         self.work_done += nodes // 2
         graph = self.split(mesh.dp, micro_batches).graph
-        kept = self._kept_in_all_pieces(mesh.dp, micro_batches, mesh.tp, keep)
-        pricing = self.pricing(Configuration(mesh, micro_batches, 0, "1f1b"), cluster)
+        kept = kept_in_all_pieces(self.split(mesh.dp, micro_batches), mesh.tp, keep or self.keep)
+        pricing = self.problem.pricing(Configuration(mesh, micro_batches, 0, "1f1b"), cluster)
         program = LettersProgram(graph, pricing, self.folded.weights, kept)
         if keep is None:
             self._programs[key] = program
@@ -285,14 +165,16 @@ class Evaluator:
     def ideal_costs(self, configuration: Configuration, place: Place | None = None) -> tuple[SegmentCost, ...]:
         """Segment costs on a device that holds everything of a stage (tp = 1): a tp-th of them, where sizes are meant, is
         the least any letters leave to one device. On unequal machines those on ``place``, or the least of all."""
-        machine = self.bounding if configuration.mesh.tp > 1 else self.problem.cluster
+        machine = self.problem.bounding if configuration.mesh.tp > 1 else self.problem.cluster
         if place is not None:
             return self._ideal_on(place.cluster, configuration)
         if not isinstance(machine, MixedCluster):
             return self._ideal_on(machine, configuration)
         if configuration.mesh.size != machine.gpus:  # of any devices: sizes are meant
             return self._ideal_on(at_work(machine, (machine.groups[0].name,)), configuration)
-        each = [self._ideal_on(x.cluster, configuration) for x in dict.fromkeys(self.places(configuration) or ())]
+        each = [
+            self._ideal_on(x.cluster, configuration) for x in dict.fromkeys(self.problem.places(configuration) or ())
+        ]
         if len(each) == 1:
             return each[0]
         return tuple(picked(same, slowest=False) for same in zip(*each, strict=True))
@@ -301,7 +183,7 @@ class Evaluator:
         in_two, mesh = configuration.schedule == ZERO_BUBBLE, configuration.mesh
         # Nothing but dp communicates: the other axes only say how far apart its ranks are.
         apart = Mesh(dp=mesh.dp, tp=mesh.stride("dp") if mesh.dp > 1 else 1)
-        cluster = self._cuttable(cluster) if mesh.tp > 1 else cluster
+        cluster = self.problem.cuttable(cluster) if mesh.tp > 1 else cluster
         key = (apart, configuration.micro_batches, configuration.zero, in_two, cluster)
         if key not in self._ideal:
             alone = replace(configuration, mesh=Mesh(dp=mesh.dp))
@@ -318,11 +200,11 @@ class Evaluator:
         if self.least_excess_bytes(configuration) > 0:
             return math.inf
         costs, tp = self.ideal_costs(configuration), configuration.mesh.tp
-        return forced_recomputation_s(self._pools(configuration), costs, tp, self.limits_bytes(configuration))
+        return forced_recomputation_s(self._pools(configuration), costs, tp, self.problem.limits_bytes(configuration))
 
     def least_excess_bytes(self, configuration: Configuration) -> float:
         """By how much some device exceeds its memory at least, with everything recomputed that makes room."""
-        costs, limits = self.ideal_costs(configuration), self.limits_bytes(configuration)
+        costs, limits = self.ideal_costs(configuration), self.problem.limits_bytes(configuration)
         return least_excess_bytes(self._pools(configuration), costs, configuration.mesh.tp, limits)
 
     def _pools(self, at: Configuration) -> tuple[Pool, ...]:
@@ -333,12 +215,12 @@ class Evaluator:
         none do. ``exactly``: from the letters themselves, else soon, and a little less, from the program relaxed."""
         mesh, zero = letters_mesh(configuration.mesh), letters_zero(configuration.zero)
         held = self.held_share(configuration)
-        cluster = self.any_rank(configuration)
+        cluster = self.problem.any_rank(configuration)
         key = (mesh, configuration.micro_batches, zero, FAST, held, cluster if mesh.tp > 1 else None)
         try:
             if exactly or key in self._letters or mesh.tp == 1:
                 return self.letters(configuration).least_s * configuration.micro_batches
-            pricing = self.pricing(replace(configuration, mesh=mesh, zero=zero), cluster)
+            pricing = self.problem.pricing(replace(configuration, mesh=mesh, zero=zero), cluster)
             least_s, found = self._program(mesh, configuration.micro_batches, None, cluster).relax(pricing, held)
         except NoSolution:
             return math.inf
@@ -373,7 +255,7 @@ class Evaluator:
     def _solved_letters(self, configuration: Configuration, variant: str, keep: Keep | None, held: float) -> Letters:
         mesh, zero = letters_mesh(configuration.mesh), letters_zero(configuration.zero)
         zero = zero if mesh.tp > 1 else 0
-        cluster = self.any_rank(configuration) if mesh.tp > 1 else None
+        cluster = self.problem.any_rank(configuration) if mesh.tp > 1 else None
         key = (mesh, configuration.micro_batches, zero, variant, held, cluster)
         if key in self._letters:
             return self._letters[key]
@@ -381,7 +263,7 @@ class Evaluator:
             found = whole_letters(self.split(mesh.dp, configuration.micro_batches).graph)
         else:
             price = self._lean_price_us(configuration) if variant == LEAN else 0.0
-            pricing = self.pricing(replace(configuration, mesh=mesh, zero=zero), cluster)
+            pricing = self.problem.pricing(replace(configuration, mesh=mesh, zero=zero), cluster)
             program = self._program(mesh, configuration.micro_batches, keep, cluster)
             found = program.solve(pricing, price, held, gathered=variant == GATHERED)
         self._letters[key] = found
@@ -397,66 +279,33 @@ class Evaluator:
         mesh = configuration.mesh
         if mesh.tp == 1:
             return 1.0
-        costs, limits = self.ideal_costs(configuration), self.limits_bytes(configuration)
+        costs, limits = self.ideal_costs(configuration), self.problem.limits_bytes(configuration)
         states = sum(c.states_bytes for c in costs)
         room = most_states_bytes(self._pools(configuration), costs, mesh.tp, limits)
         if not states or room >= states:
             return 1.0
-        return min(1.0, max(math.ceil(8 * room / self._least_states_bytes(configuration)), math.ceil(8 / mesh.tp)) / 8)
-
-    def _least_states_bytes(self, configuration: Configuration) -> float:
-        """What all weights would take with gradients and optimizer state if each took what the least of them takes a byte."""
-        optimizer, zero, dp = self.problem.optimizer, configuration.zero, configuration.mesh.dp
-        sizes, kinds = self._weights
-        software = self.problem.cluster.software
-        each = [
-            state_bytes(10**6, dtype, optimizer, zero, dp, software=software).total_bytes / 10**6 if trainable else 1.0
-            for trainable, dtype in kinds
-        ]
-        return min(each, default=0.0) * sizes
-
-    @cached_property
-    def _weights(self) -> tuple[int, tuple[tuple[bool, str], ...]]:
-        """Bytes of all weights, and the kinds there are: whether trained, and the dtype."""
-        weights = [leaf for leaf in self.graph.leaves if leaf.kind == "parameter"]
-        kinds = dict.fromkeys((leaf.trainable, leaf.value.dtype) for leaf in weights)
-        return sum(leaf.value.size_bytes for leaf in weights), tuple(kinds)
-
-    def _kept_in_all_pieces(self, dp: int, micro_batches: int, tp: int, keep: Keep | None) -> Keep | None:
-        """``keep``, or the evaluator's own, without what smaller pieces of an unevenly cut batch do not have."""
-        keep = keep or self.keep
-        first, *others = self.split(dp, micro_batches).pieces
-        if not others:
-            return keep
-        offered = [(strategy_names(piece.graph, tp), Fraction(piece.rows, first.rows)) for piece in others]
-
-        def kept(node: Node, strategy: Strategy) -> bool:
-            everywhere = all(
-                strategy.name in names[node.name] or scaled(strategy.name, rows) in names[node.name]
-                for names, rows in offered
-            )
-            return everywhere and (keep is None or keep(node, strategy))
-
-        return kept
+        return min(
+            1.0, max(math.ceil(8 * room / self.problem.least_states_bytes(configuration)), math.ceil(8 / mesh.tp)) / 8
+        )
 
     def _lean_price_us(self, configuration: Configuration) -> float:
         work_us = self.work_s(configuration.mesh.dp, configuration.micro_batches) * 1e6
-        return LEAN_PRICE * work_us / min(self.limits_bytes(configuration))
+        return LEAN_PRICE * work_us / min(self.problem.limits_bytes(configuration))
 
     def costs(self, configuration: Configuration, letters: Letters, rank: int = 0) -> tuple[SegmentCost, ...]:
         """The cost of every segment of the whole chain, if it lay on pipeline rank ``rank``."""
-        found = self.places(configuration)
+        found = self.problem.places(configuration)
         return self._costs_at(configuration, letters, None if found is None else found[rank])
 
     def rank_costs(self, configuration: Configuration, letters: Letters) -> tuple[tuple[SegmentCost, ...], ...]:
         """``costs`` on every pipeline rank; of ranks alike the same object."""
-        found = self.places(configuration) or (None,) * configuration.mesh.pp
+        found = self.problem.places(configuration) or (None,) * configuration.mesh.pp
         return tuple(self._costs_at(configuration, letters, place) for place in found)
 
     def _costs_at(self, at: Configuration, letters: Letters, place: Place | None) -> tuple[SegmentCost, ...]:
         key = (id(letters), at.mesh, at.micro_batches, at.zero, at.schedule == ZERO_BUBBLE, place)
         if key not in self._costs:
-            on = self.any_rank(at) if place is None else place
+            on = self.problem.any_rank(at) if place is None else place
             self._costs[key] = self._costs_of(at, self._sharded(at, letters), on, letters.partial_leaves)
         return self._costs[key]
 
@@ -467,7 +316,7 @@ class Evaluator:
         on: Place | AnyCluster,
         partial: frozenset[str] = frozenset(),
     ) -> tuple[SegmentCost, ...]:
-        pricing = self.pricing(configuration, on)
+        pricing = self.problem.pricing(configuration, on)
         key = (id(local), configuration.mesh, configuration.micro_batches, on)
         if key not in self._operators:
             self._operators[key] = segment_operators(local.graph, pricing)
@@ -495,7 +344,7 @@ class Evaluator:
     ) -> Plan:
         """The plan of these decisions, priced."""
         problem, mesh = self.problem, configuration.mesh
-        costs, limits = self.rank_costs(configuration, letters), self.limits_bytes(configuration)
+        costs, limits = self.rank_costs(configuration, letters), self.problem.limits_bytes(configuration)
         split = self.split(mesh.dp, configuration.micro_batches)
         schedule, chunks = configuration.schedule, configuration.chunks
         most = held(schedule, mesh.pp, configuration.micro_batches, chunks)
@@ -510,9 +359,15 @@ class Evaluator:
             zero=configuration.zero,
             stages=tuple(stages),
             recompute=tuple(recompute),
-            segments=self._segment_infos(),
+            segments=segment_infos(self.graph),
             layouts=record(
-                split.graph, split.dp, letters.strategies, letters.leaves, mesh.dp, mesh.tp, self._kinds_of_folded()
+                split.graph,
+                split.dp,
+                letters.strategies,
+                letters.leaves,
+                mesh.dp,
+                mesh.tp,
+                self.folded.kinds(self.graph),
             ),
             global_batch=problem.graph.batch_size,
             cluster=problem.cluster.name,
@@ -530,19 +385,5 @@ class Evaluator:
             seed=problem.seed,
             chunks=chunks,
             groups=configuration.groups,
-            placement=tuple(place.words for place in self.places(configuration) or ()),
+            placement=tuple(place.words for place in self.problem.places(configuration) or ()),
         )
-
-    def _kinds_of_folded(self) -> tuple[int, ...]:
-        """The kind each segment of the folded graph has in the whole chain."""
-        kinds = dict(zip(self.folded.origin, segment_kinds(self.graph), strict=True))
-        return tuple(kinds[number] for number in sorted(kinds))
-
-    def _segment_infos(self) -> tuple[SegmentInfo, ...]:
-        values: Mapping[str, int] = {x.name: x.value.numel for x in self.graph.leaves if x.kind == "parameter"}
-        infos = []
-        for kind, nodes in zip(segment_kinds(self.graph), segment_nodes(self.graph), strict=True):
-            read = {name for node in nodes for name in node.operands}
-            parameters = sum(values[name] for name in read if name in values)
-            infos.append(SegmentInfo(kind, segment_label(self.graph, nodes), len(nodes), parameters))
-        return tuple(infos)

@@ -94,11 +94,6 @@ def _least_reduction_s(size: float, pricing: Pricing) -> float:
     return min(reduced_s, scattered_s + gathered_s) if pricing.zero and cluster.measured is not None else reduced_s
 
 
-def starting_s(pricing: Pricing, axis: str) -> float:
-    """What ``parameter_step_s`` counts for a weight though one exchange carries many."""
-    return bucketed_s("all_reduce", 0, pricing.mesh, axis, pricing.cluster)
-
-
 def gathering_s(local: Value, leaf: Leaf, pricing: Pricing) -> float:
     """Seconds that ZeRO-3 moves a trained weight over dp for one micro-batch: two all-gathers and a reduce-scatter."""
     mesh = pricing.mesh
@@ -114,3 +109,9 @@ def gathering_s(local: Value, leaf: Leaf, pricing: Pricing) -> float:
         )
 
     return seconds(local.size_bytes) - seconds(0)
+
+
+def starting_s(pricing: Pricing) -> float:
+    """What starting the reductions of a parameter costs; those of a segment are done together, so no bound may hold it."""
+    axes = ("tp", "dp") if pricing.cluster.device.kind == "cpu" else ("tp",)
+    return sum(bucketed_s("all_reduce", 0, pricing.mesh, axis, pricing.cluster) for axis in axes)

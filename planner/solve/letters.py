@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from planner.ir.graph import Graph, Leaf
+from planner.ir.graph import Graph, Value
 from planner.ir.layout import REPLICATED, WHOLE, Pair
+from planner.ir.mesh import Mesh
 from planner.sharding_rules import Strategy, rule_of, strategies
 
 
@@ -36,9 +37,20 @@ def whole_letters(graph: Graph) -> Letters:
     for node in graph.nodes:
         options = strategies(rule_of(node, graph.values), node, graph.values, 2**62)
         chosen[node.name] = next(s for s in options if s.name == "R")
-    return Letters(chosen, {leaf.name: stored(leaf, WHOLE) for leaf in graph.leaves}, 0.0, 0.0)
+    return Letters(chosen, {leaf.name: with_its_gradient(WHOLE, leaf.value) for leaf in graph.leaves}, 0.0, 0.0)
 
 
-def stored(leaf: Leaf, pair: Pair) -> Pair:
-    """``pair`` of a leaf, without a gradient where it has none."""
-    return pair if leaf.value.differentiable else pair.without_gradient()
+def with_its_gradient(pair: Pair, value: Value) -> Pair:
+    """``pair`` of a value, without a gradient where it has none."""
+    return pair if value.differentiable else pair.without_gradient()
+
+
+def letters_mesh(mesh: Mesh) -> Mesh:
+    """A mesh on which letters cost the same: with neighbours on tp, and dp next, the pipeline does not matter."""
+    is_usual = mesh.stride("tp") == 1 and (mesh.dp == 1 or mesh.stride("dp") == mesh.tp)
+    return Mesh(dp=mesh.dp, tp=mesh.tp) if is_usual else mesh
+
+
+def letters_zero(zero: int) -> int:
+    """The ZeRO stages that differ to letters: none, weights whole but updated in shares, weights in shares."""
+    return zero if zero in (0, 3) else 1

@@ -7,8 +7,7 @@
                      sum_f q[c,f,t] = X[c,t]    for every target pair t  ... into the pair c asks for
                      q[c,f,t] <= e[v,f,t]                               a conversion is paid once for all its consumers
 
-    idle             I_k >= host_k - device_k                       of equal segments k, each way: what a GPU waits for the host,
-                     I_k >= a host_k - (1 - a) device_k             a = Device.serial_share
+    idle             what a GPU waits for its host (planner.solve.host_waits)
     hold             sum_v,f bytes[v,f] x[v,f] <= share of all weights       where they would not fit otherwise
     exposed          E_k >= moves_k - (1 - s) work_k                under ZeRO-3, of equal segments k: what of moving the weights
                      E_k >= s moves_k                               over dp operators and conversions do not hide
@@ -25,18 +24,26 @@ absolute. Ties are broken by memory, then by order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from planner.costing import Cost, Pricing, conversion_cost
 from planner.ir.graph import Graph, Leaf, Node, Value
 from planner.ir.layout import REPLICATED, WHOLE, Pair
+from planner.layouts import Keep
 from planner.segments import node_classes, segment_kinds
 from planner.shard import SHARED, is_shared
 from planner.sharding_rules import Strategy, rule_of, strategies
 from planner.sharding_rules.cuts import find_cuts
-from planner.solve.letter_prices import MICROSECONDS_PER_S, gathering_s, operator_price, parameter_step_s, starting_s
-from planner.solve.letters import Letters, stored
+from planner.solve.host_waits import HostWaits
+from planner.solve.letter_prices import (
+    MICROSECONDS_PER_S,
+    gathering_s,
+    operator_price,
+    parameter_step_s,
+    starting_s,
+)
+from planner.solve.letters import Letters, with_its_gradient
 from planner.solve.linear_program import LinearProgram, Solution
 
 # One byte held weighs as much as this many microseconds: only enough to decide between equal times.
@@ -47,8 +54,6 @@ STATES_A_WEIGHT = 4
 HARD_GAP = 1e-5
 # A variable of a relaxed program so near 0 or 1 is.
 WHOLE_TO = 1e-6
-
-Keep = Callable[[Node, Strategy], bool]
 
 
 def solve_letters(
@@ -85,10 +90,7 @@ class LettersProgram:
         self.program = LinearProgram()
         # Kind of segment -> what its variables cost, for one micro-batch.
         self.work: dict[Hashable, dict[int, float]] = {}
-        # Kind of segment, way, row of ``idle`` -> its terms, and the most they can sum to.
-        self.behind: dict[tuple[Hashable, str, int], dict[int, float]] = {}
-        self.most_behind: dict[tuple[Hashable, str, int], float] = {}
-        self.conversions: dict[tuple[int, Pair, Pair], Cost] = {}
+        self.waits = HostWaits(pricing.cluster.device)
         self.classes: dict[str, Hashable] = dict(node_classes(graph))
         self.kinds = segment_kinds(graph)
         self.representative: dict[Hashable, Node] = {}
@@ -104,47 +106,19 @@ class LettersProgram:
         self._conversions()
         self._loss()
         self.hold = self._hold()
-        self._idle()
+        for kind, waits in self.waits.add_to(self.program).items():
+            self.work[kind].update(dict.fromkeys(waits, 1.0))
         self.exposed = self._exposed()
 
     def _pay(self, costs: Mapping[int, Cost], count: int, segment: int) -> None:
         """Of each variable what ``count`` of it cost in a segment like ``segment``; at most one of them is 1."""
         kind = self.kinds[max(segment, 0)]
         work = self.work.setdefault(kind, {})
-        device = self.pricing.cluster.device
-        share = device.serial_share
-        behind_us: dict[tuple[str, int], dict[int, float]] = {}
         for x, cost in costs.items():
             cost_us = count * cost.total_s * MICROSECONDS_PER_S
             self.program.price[x] += cost_us
             work[x] = work.get(x, 0.0) + cost_us
-            for way, on_device_s, launches in (
-                ("forward", cost.forward_s, cost.forward_launches),
-                ("backward", cost.backward_s, cost.backward_launches),
-            ):
-                host_s = device.host_s(launches)
-                for row, late_s in enumerate((host_s - on_device_s, share * host_s - (1 - share) * on_device_s)):
-                    behind_us.setdefault((way, row), {})[x] = count * late_s * MICROSECONDS_PER_S
-        for (way, row), terms in behind_us.items():
-            found = self.behind.setdefault((kind, way, row), {})
-            for x, late_us in terms.items():
-                found[x] = found.get(x, 0.0) + late_us
-            self.most_behind[kind, way, row] = self.most_behind.get((kind, way, row), 0.0) + max(0.0, *terms.values())
-
-    def _idle(self) -> None:
-        """What a GPU waits for its host in each kind of segments, forward and backward, where that can be at all."""
-        device = self.pricing.cluster.device
-        if device.kind == "cpu":
-            return
-        waits: dict[tuple[Hashable, str], int] = {}
-        for (kind, way, row), terms in self.behind.items():
-            if self.most_behind[kind, way, row] <= 0.0 or (row and device.serial_share == 0.5):
-                continue  # with a share of 1/2 the second row is half of the first
-            if (kind, way) not in waits:
-                waits[kind, way] = self.program.variable(math.inf)
-                self.program.price[waits[kind, way]] = 1.0
-                self.work[kind][waits[kind, way]] = 1.0
-            self.program.row([*terms.items(), (waits[kind, way], -1.0)], upper=0.0)
+        self.waits.pay(kind, costs, count)
 
     def _weight(self, segment: int) -> int:
         return 1 if self.weights is None or segment < 0 else self.weights[segment]
@@ -243,7 +217,7 @@ class LettersProgram:
         return self._weight(min((node.segment for node in self.graph.consumers[leaf.name]), default=-1))
 
     def _leaf_pairs(self, leaf: Leaf) -> list[Pair]:
-        whole = stored(leaf, WHOLE)
+        whole = with_its_gradient(WHOLE, leaf.value)
         if leaf.kind in ("input", "constant"):
             return [whole]
         pairs = {whole}
@@ -285,17 +259,14 @@ class LettersProgram:
         self, producer: Hashable, index: int, consumers: tuple[tuple[Hashable, int], ...], value: Value, count: int
     ) -> None:
         sources = _by_pair(self.x[producer], [s.outputs[index] for s in self.options[producer]])
-        whole = value.size_bytes
         segment = self.representative[consumers[0][0]].segment if consumers else 0
         paid: dict[tuple[Pair, Pair], int] = {}
         for consumer, operand in consumers:
-            targets = _by_pair(
-                self.x[consumer],
-                [_like(s.operands[operand], value) for s in self.options[consumer]],
-            )
+            wanted = [with_its_gradient(s.operands[operand], value) for s in self.options[consumer]]
+            targets = _by_pair(self.x[consumer], wanted)
             if len(sources) == 1 and len(targets) == 1:
                 (source,), (target,) = sources, targets
-                cost = self._conversion(whole, source, target)
+                cost = self._conversion(value.size_bytes, source, target)
                 if cost.total_s and (source, target) not in paid:
                     paid[source, target] = self.program.variable()
                     self._pay({paid[source, target]: cost}, count, segment)
@@ -307,7 +278,7 @@ class LettersProgram:
                 for target in targets:
                     flow = self.program.variable()
                     flows[source, target] = flow
-                    cost = self._conversion(whole, source, target)
+                    cost = self._conversion(value.size_bytes, source, target)
                     if not cost.total_s:
                         continue
                     if len(consumers) == 1:
@@ -327,10 +298,7 @@ class LettersProgram:
         self.program.row([*((x, 1.0) for x in left), *((x, -1.0) for x in right)], lower=0.0, upper=0.0)
 
     def _conversion(self, whole: int, source: Pair, target: Pair) -> Cost:
-        key = (whole, source, target)
-        if key not in self.conversions:
-            self.conversions[key] = conversion_cost(whole, source, target, "tp", self.pricing)
-        return self.conversions[key]
+        return conversion_cost(whole, source, target, "tp", self.pricing)
 
     # --- solving ------------------------------------------------------------------------------------------------------
 
@@ -373,7 +341,7 @@ class LettersProgram:
             price[x] += (us_per_byte + TIE_US_PER_BYTE) * size
         for variables in self.x.values():
             extra_us += TIE_US_PER_BYTE * max((self.bytes.get(x, 0.0) for x in variables), default=0.0)
-        starting_us = _starting_s(pricing) / pricing.micro_batches * MICROSECONDS_PER_S
+        starting_us = starting_s(pricing) / pricing.micro_batches * MICROSECONDS_PER_S
         for variables, leaf, pairs, count in self.parameters:
             extra_us += count * starting_us
             for x, pair in zip(variables, pairs, strict=True):
@@ -421,16 +389,6 @@ class LettersProgram:
         held = _by_pair(self.x[self.classes[buffer]], [s.outputs[0] for s in self.options[self.classes[buffer]]])
         for pair in sorted({*made, *held}, key=str):
             self._equal(made.get(pair, []), held.get(pair, []))
-
-
-def _starting_s(pricing: Pricing) -> float:
-    """What starting the reductions of a parameter costs; those of a segment are done together, so no bound may hold it."""
-    axes = ("tp", "dp") if pricing.cluster.device.kind == "cpu" else ("tp",)
-    return sum(starting_s(pricing, axis) for axis in axes)
-
-
-def _like(pair: Pair, value: Value) -> Pair:
-    return pair if value.differentiable else pair.without_gradient()
 
 
 def _by_pair(variables: list[int], pairs: list[Pair]) -> dict[Pair, list[int]]:

@@ -25,8 +25,9 @@ from planner.ir.mesh import Mesh
 from planner.ir.plan import Plan, Searched
 from planner.segment_cost import SegmentCost
 from planner.solve.bounds import Bounds
-from planner.solve.configuration import FAST, Evaluator, Problem
+from planner.solve.configuration import FAST, Evaluator
 from planner.solve.linear_program import NoSolution
+from planner.solve.problem import Problem
 from planner.solve.shortage import infeasible
 from planner.solve.space import Configuration, Part, Region, Shape, Space
 from planner.solve.stages import StageChoice, choose_stages
@@ -293,7 +294,7 @@ class _Search:
                 configuration.mesh.pp,
                 configuration.micro_batches,
                 configuration.schedule,
-                self.evaluator.limits_bytes(configuration),
+                self.evaluator.problem.limits_bytes(configuration),
                 chunks=configuration.chunks,
                 upper_bound_s=min([self.best_s, *(f.choice.estimate.step_time_s for f in found)]),
                 promising_s=PROMISING * self.best_s if configuration.mesh.tp > 1 else math.inf,

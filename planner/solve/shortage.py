@@ -22,9 +22,9 @@ def infeasible(evaluator: Evaluator, too_large: Sequence[Configuration], reasons
         why = "; ".join(sorted(set(reasons))[:3]) or "the batch or model cannot be split so"
         return Infeasible(f"no plan exists on {gpus} devices: {why}")
     missing, configuration, stage = found
-    limit = evaluator.limits_bytes(configuration)[stage]
+    limit = evaluator.problem.limits_bytes(configuration)[stage]
     where = f"stage {stage} of " if configuration.mesh.pp > 1 else ""
-    places = evaluator.places(configuration)
+    places = evaluator.problem.places(configuration)
     each = f"{format_bytes(limit)} each" if places is None else f"{format_bytes(limit)} on {places[stage].words}"
     return Infeasible(
         f"{problem.name} does not fit on {gpus} x {problem.cluster.name} with {each}: the nearest plan, "
@@ -53,7 +53,7 @@ def nearest(evaluator: Evaluator, too_large: Sequence[Configuration]) -> tuple[i
                 configuration.mesh.pp,
                 configuration.micro_batches,
                 configuration.schedule,
-                evaluator.limits_bytes(configuration),
+                evaluator.problem.limits_bytes(configuration),
             )
             if found is None or missing.missing_bytes < found[0]:
                 found = missing.missing_bytes, configuration, missing.stage

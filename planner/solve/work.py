@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from planner.costing import Pricing, crossing, made_of_weights, node_cost, sum_of, weight_backward_s
+from planner.chain_costs import crossing
+from planner.costing import Pricing, made_of_weights, node_cost, sum_of, weight_backward_s
 from planner.ir.graph import Graph
 from planner.segments import segment_nodes
 
