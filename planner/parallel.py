@@ -21,7 +21,7 @@ from planner.inputs import BatchForm, arguments_of
 from planner.ir.plan import Plan
 from planner.ir.program import Program
 from planner.other_batch import other_rows, unchanged_paths
-from planner.step_trace import Event, StepTrace, save_trace
+from planner.step_trace import Event, StepTrace, require_folder_of, save_trace
 from planner.trace import Batch, tensors_by_target
 from planner.trace_guards import refuse_modes
 from runtime.batch import check_batch
@@ -161,6 +161,8 @@ class Parallel:
         """
         if trace is not None and self._rank is not None:
             raise BadInput("only local ranks are traced; leave trace out under torchrun")
+        if trace is not None:
+            require_folder_of(trace)
         if optimizer is not None or not self._has_optimizer:
             self.set_optimizer(optimizer or default_optimizer)
         losses: list[float] = []

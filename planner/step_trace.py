@@ -29,6 +29,7 @@ from planner.errors import BadInput, InvalidPlan
 from planner.ir.plan import Plan
 
 FORMAT = 1
+_REMEDY = "make one with planner run MODEL --trace FILE"
 FORWARD, BACKWARD, WEIGHTS, STEP = "forward", "backward", "backward of weights", "step"
 COMMUNICATION, REDUCTION, UPDATE = "communication", "gradient reduction", "optimizer step"
 US = 1e6
@@ -93,8 +94,10 @@ class StepTrace:
         """Raises BadInput when the file is no such trace."""
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise BadInput(f"cannot read {path}: {error}") from None
+        except OSError as error:
+            raise BadInput(f"cannot read {path}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise BadInput(f"{path} is not text; pass a file of planner run MODEL --trace FILE") from None
         return StepTrace.parse(text, str(path))
 
     @staticmethod
@@ -108,11 +111,10 @@ class StepTrace:
             events = tuple(_event(row) for row in data["traceEvents"] if row["ph"] == "X")
             corrections = Corrections(**{f.name: head["corrections"][f.name] for f in fields(Corrections)})
             return StepTrace(Plan.from_json(json.dumps(head["plan"])), str(head["machine"]), corrections, events)
-        except (ValueError, KeyError, TypeError, MeasuredError, InvalidPlan) as error:
-            raise BadInput(
-                f"{source} is no trace of training steps ({type(error).__name__}: {error}); make one with "
-                "planner run MODEL --trace FILE"
-            ) from None
+        except KeyError as error:
+            raise BadInput(f"{source} is no trace of training steps: it has no {error}; {_REMEDY}") from None
+        except (ValueError, TypeError, MeasuredError, InvalidPlan) as error:
+            raise BadInput(f"{source} is no trace of training steps: {error}; {_REMEDY}") from None
 
 
 def save_trace(trace: StepTrace, path: str | Path) -> None:
@@ -121,6 +123,15 @@ def save_trace(trace: StepTrace, path: str | Path) -> None:
         Path(path).write_text(trace.to_json(), encoding="utf-8")
     except OSError as error:
         raise BadInput(f"cannot write {path}: {error.strerror}") from None
+
+
+def require_folder_of(path: str | Path) -> None:
+    """Before the work whose result goes there. Raises BadInput where there is no such folder, or ``path`` is one itself."""
+    absolute = Path(path).absolute()
+    if not absolute.parent.is_dir():
+        raise BadInput(f"cannot write {path}: there is no folder {Path(path).parent}")
+    if absolute.is_dir():
+        raise BadInput(f"cannot write {path}: it is a folder")
 
 
 def _event(row: Mapping[str, Any]) -> Event:

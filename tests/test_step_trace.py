@@ -17,7 +17,7 @@ from costmodels.measured import Corrections
 from planner.cli import cli
 from planner.errors import BadInput
 from planner.ir.plan import Plan
-from planner.step_trace import Event, StepTrace, corrected, parts
+from planner.step_trace import Event, StepTrace, corrected, parts, require_folder_of
 from runtime.recorder import Recorder
 from runtime.tables import priced_with
 
@@ -174,6 +174,17 @@ def test_what_cannot_be_used_is_refused(plans: dict[str, Plan], tmp_path: Path) 
     file.write_text(elsewhere.to_json())
     with pytest.raises(BadInput, match="priced for dgx-h100"):
         planner.calibrate(file)
+
+
+def test_where_a_trace_cannot_be_written_no_step_is_taken(tmp_path: Path) -> None:
+    missing = tmp_path / "no" / "trace.json"
+    with pytest.raises(BadInput, match="there is no folder"):
+        require_folder_of(missing)
+    with pytest.raises(BadInput, match="it is a folder"):
+        require_folder_of(tmp_path)
+    require_folder_of(tmp_path / "trace.json")
+    done = CliRunner().invoke(cli, ["run", "examples.command_line:small_gpt", "--gpus", "2", "--trace", str(missing)])
+    assert done.exit_code != 0 and "there is no folder" in str(done.exception) + done.output
 
 
 def test_a_recorder_records_while_it_is_active() -> None:

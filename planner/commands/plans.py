@@ -23,6 +23,7 @@ from planner.errors import BadInput
 from planner.garbage import uncollected
 from planner.ir.plan import Plan
 from planner.report import comparison_figures, comparison_report, plan_figures, plan_report, summary
+from planner.step_trace import require_folder_of
 
 
 @click.command()
@@ -38,8 +39,8 @@ from planner.report import comparison_figures, comparison_report, plan_figures, 
 def plan(model: str, output: Path | None, as_json: bool, **options: Any) -> None:
     """Find the fastest plan for MODEL, prove it, print it, and write it to plan.json."""
     target = output or (None if as_json else Path("plan.json"))
-    if target is not None and not target.absolute().parent.is_dir():
-        raise BadInput(f"cannot write {target}: there is no folder {target.parent}")
+    if target is not None:
+        require_folder_of(target)
     with infeasible_as_json(as_json):
         found = _plan(model, **options)
     if as_json:

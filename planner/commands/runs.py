@@ -22,6 +22,7 @@ from planner.commands.common import (
 from planner.errors import BadInput
 from planner.garbage import uncollected
 from planner.report import Verification, summary, verification_figures, verification_report
+from planner.step_trace import require_folder_of
 
 if TYPE_CHECKING:
     from planner.models import LoadedModel
@@ -109,6 +110,8 @@ def run(
     **options: Any,
 ) -> None:
     """Train MODEL on its example batch: on local ranks, or on those of torchrun."""
+    if trace is not None:
+        require_folder_of(trace)
     made = load_plan(plan_file) if plan_file is not None else None
     if made is not None:
         if gpus not in (None, made.mesh.size):
